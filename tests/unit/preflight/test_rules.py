@@ -1,0 +1,391 @@
+"""Broken inventories, one fault each, and the one sentence that each must give."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from conftest import rules
+
+GROUPS = {"sparks": ["spark-a", "spark-b"], "head": ["spark-a"], "workers": ["spark-b"]}
+SOURCE = {"repo": "owner/name", "revision": "0" * 40, "licence": "Apache-2.0"}
+KEY = "0123456789abcdef" * 4
+
+
+def problems(schema: Any, sparks: dict, groups: dict | None = None, hosts: dict | None = None, **changes: Any) -> list[str]:
+    """Problems of inventory/sparks with ``changes`` on every host and ``hosts`` on single ones."""
+    members = GROUPS if groups is None else groups
+    every = {host for names in members.values() for host in names}
+    variables = {host: copy.deepcopy(sparks) | changes | (hosts or {}).get(host, {}) for host in every}
+    return rules.check(rules.Inventory(members, variables), schema)
+
+
+def test_the_shipped_inventory_has_no_problem(schema, sparks):
+    assert problems(schema, sparks) == []
+
+
+def test_no_variable_at_all_is_right_too(schema):
+    assert problems(schema, {}) == []
+
+
+BROKEN = {
+    # types
+    "bool_as_text": (
+        {"glm_vllm_overlay_prefix_caching": "true"},
+        'glm_vllm_overlay_prefix_caching is the text "true": write true or false without quotes.',
+    ),
+    "bool_as_number": (
+        {"glm_vllm_overlay_enforce_eager": 1},
+        "glm_vllm_overlay_enforce_eager is the number 1: write true or false.",
+    ),
+    "number_as_text": (
+        {"glm_vllm_overlay_max_num_seqs": "4"},
+        'glm_vllm_overlay_max_num_seqs is the text "4": write a whole number without quotes.',
+    ),
+    "words_for_a_number": (
+        {"glm_vllm_overlay_max_model_len": "1M"},
+        'glm_vllm_overlay_max_model_len is the text "1M": write a whole number.',
+    ),
+    "fraction_for_a_whole_number": (
+        {"glm_vllm_overlay_max_num_seqs": 4.5},
+        "glm_vllm_overlay_max_num_seqs is the number 4.5: write a whole number.",
+    ),
+    "bool_for_a_number": (
+        {"glm_vllm_overlay_gate_timeout": True},
+        "glm_vllm_overlay_gate_timeout is true: write a whole number.",
+    ),
+    "float_as_text": (
+        {"glm_vllm_overlay_gpu_memory_utilization": "0.87"},
+        'glm_vllm_overlay_gpu_memory_utilization is the text "0.87": write a number without quotes.',
+    ),
+    "number_for_a_text": (
+        {"glm_vllm_overlay_served_name": 53},
+        "glm_vllm_overlay_served_name is the number 53: "
+        "write a text, in quotes where it looks like a number or a boolean.",
+    ),
+    "bare_off": (
+        {"glm_vllm_overlay_http": False},
+        'glm_vllm_overlay_http is false, for so YAML reads a bare off: write "off" with quotes.',
+    ),
+    "text_for_a_list": (
+        {"glm_vllm_overlay_allowed_networks": "10.0.0.0/8"},
+        'glm_vllm_overlay_allowed_networks is the text "10.0.0.0/8": write a list.',
+    ),
+    "list_for_a_dict": (
+        {"glm_vllm_overlay_extra_args": ["max-logprobs"]},
+        "glm_vllm_overlay_extra_args is a list: write keys and values.",
+    ),
+    "empty": (
+        {"glm_vllm_overlay_wheelhouse": None},
+        "glm_vllm_overlay_wheelhouse is empty: give a value or remove the line.",
+    ),
+    "unknown_member": (
+        {"glm_vllm_overlay_limit_mm": {"images": 4, "image": 4, "video": 1}},
+        "glm_vllm_overlay_limit_mm.images is unknown: write image.",
+    ),
+    "missing_member": (
+        {"glm_vllm_overlay_limit_mm": {"image": 4}},
+        "glm_vllm_overlay_limit_mm lacks video: add video.",
+    ),
+    "expression_that_fails": (
+        {"glm_vllm_overlay_wheelhouse": rules.Broken("'folder' is undefined")},
+        "glm_vllm_overlay_wheelhouse can't be evaluated, 'folder' is undefined: correct the expression.",
+    ),
+    # choices and ranges
+    "executor": (
+        {"glm_vllm_overlay_executor": "mpi"},
+        'glm_vllm_overlay_executor is the text "mpi": choose mp or ray.',
+    ),
+    "speculator": (
+        {"glm_vllm_overlay_speculator": "eagle"},
+        'glm_vllm_overlay_speculator is the text "eagle": choose dflash2, mtp or none.',
+    ),
+    "load_format": (
+        {"glm_vllm_overlay_load_format": "instanttensor"},
+        'glm_vllm_overlay_load_format is the text "instanttensor": choose auto or safetensors.',
+    ),
+    "utilisation_in_percent": (
+        {"glm_vllm_overlay_gpu_memory_utilization": 87},
+        "glm_vllm_overlay_gpu_memory_utilization is the number 87: give a value from 0.01 to 1.",
+    ),
+    "utilisation_of_nothing": (
+        {"glm_vllm_overlay_gpu_memory_utilization": 0},
+        "glm_vllm_overlay_gpu_memory_utilization is the number 0: give a value from 0.01 to 1.",
+    ),
+    "context_too_long": (
+        {"glm_vllm_overlay_max_model_len": 1048577},
+        "glm_vllm_overlay_max_model_len is the number 1048577: give a value from 1 to 1048576.",
+    ),
+    "no_context": (
+        {"glm_vllm_overlay_max_model_len": 0},
+        "glm_vllm_overlay_max_model_len is the number 0: give a value from 1 to 1048576.",
+    ),
+    "privileged_port": (
+        {"glm_vllm_overlay_api_port": 80},
+        "glm_vllm_overlay_api_port is the number 80: give a value from 1024 to 65535.",
+    ),
+    "member_out_of_range": (
+        {"glm_vllm_overlay_limit_mm": {"image": -1, "video": 1}},
+        "glm_vllm_overlay_limit_mm.image is the number -1: give a value from 0 to 999.",
+    ),
+    # names
+    "misspelt": (
+        {"glm_vllm_overlay_max_modle_len": 1000},
+        "glm_vllm_overlay_max_modle_len is no variable of any role: write glm_vllm_overlay_max_model_len.",
+    ),
+    "wrong_role": (
+        {"cx7_network_min_gbs": 80},
+        "cx7_network_min_gbs is no variable of any role: write cx7_network_min_gbps.",
+    ),
+    "like_nothing": (
+        {"model_fetch_zzzzzzzzzzzzzz": 1},
+        "model_fetch_zzzzzzzzzzzzzz is no variable of any role: "
+        "remove it; the roles' README files list every variable.",
+    ),
+    # contradictions
+    "autotune_with_two_nodes": (
+        {"glm_vllm_overlay_flashinfer_autotune": True},
+        "glm_vllm_overlay_flashinfer_autotune is true with 2 nodes, and FlashInfer's tuner deadlocks GB10 pairs: "
+        "set it to false.",
+    ),
+    "ablation_without_a_file": (
+        {"glm_vllm_overlay_ablation_enabled": True},
+        "glm_vllm_overlay_ablation_enabled is true and glm_vllm_overlay_ablation_file is empty: "
+        "name the file with the direction, or set it to false.",
+    ),
+    "ablation_layers_backwards": (
+        {"glm_vllm_overlay_ablation_layers": [45, 15]},
+        "glm_vllm_overlay_ablation_layers is [45, 15]: give the first and the last layer, from 0 to 45.",
+    ),
+    "step_below_a_block": (
+        {"glm_vllm_overlay_max_num_batched_tokens": 2048},
+        "glm_vllm_overlay_max_num_batched_tokens is 2048, less than one KV block (4608) and the 32 tokens that "
+        "4 requests with dflash2 decode beside it: give a value from 4640 to 8191.",
+    ),
+    "step_too_small_for_more_requests": (
+        {"glm_vllm_overlay_max_num_seqs": 8},
+        "glm_vllm_overlay_max_num_batched_tokens is 4640, less than one KV block (4608) and the 64 tokens that "
+        "8 requests with dflash2 decode beside it: give a value from 4672 to 8191.",
+    ),
+    "step_of_8192": (
+        {"glm_vllm_overlay_max_num_batched_tokens": 8192},
+        "glm_vllm_overlay_max_num_batched_tokens is 8192, and the indexer's shared memory can't hold 8192 tokens: "
+        "give a value from 4640 to 8191.",
+    ),
+    "kv_bytes_in_words": (
+        {"glm_vllm_overlay_kv_cache_memory_bytes": "11GiB"},
+        'glm_vllm_overlay_kv_cache_memory_bytes is the text "11GiB": '
+        "write auto, or the bytes as a whole number without quotes.",
+    ),
+    "nothing_listens": (
+        {"glm_vllm_overlay_http": "off"},
+        "glm_vllm_overlay_http is off and glm_vllm_overlay_tls_cert is empty, so nothing would listen: "
+        "name a certificate and its key, or set it to lan or loopback.",
+    ),
+    "key_of_the_wrong_form": (
+        {"glm_vllm_overlay_api_keys": [{"name": "me", "key": "secret"}]},
+        "glm_vllm_overlay_api_keys[0].key is not 64 lower-case hex digits: take one from `openssl rand -hex 32`.",
+    ),
+    "key_of_the_wrong_type": (
+        {"glm_vllm_overlay_api_keys": [{"name": "me", "key": 12345}]},
+        "glm_vllm_overlay_api_keys[0].key is not of the right type: "
+        "write a text, in quotes where it looks like a number or a boolean.",
+    ),
+    "key_names_twice": (
+        {"glm_vllm_overlay_api_keys": [{"name": "me", "key": KEY}, {"name": "me", "key": KEY[::-1]}]},
+        "glm_vllm_overlay_api_keys[1].name names me again: give each key a name of its own.",
+    ),
+    "network_with_host_bits": (
+        {"glm_vllm_overlay_allowed_networks": ["192.168.0.1/16"]},
+        'glm_vllm_overlay_allowed_networks[0] is the text "192.168.0.1/16": '
+        "write a network such as 192.168.0.0/16, without host bits.",
+    ),
+    "one_port_twice": (
+        {"glm_vllm_overlay_https_port": 8888},
+        "glm_vllm_overlay_https_port is 8888, which glm_vllm_overlay_api_port uses: choose another port.",
+    ),
+    "port_of_the_state_service": (
+        {"glm_vllm_overlay_api_port": 8890},
+        "glm_vllm_overlay_api_port is 8890, which the state service of the nodes uses: choose another port.",
+    ),
+    "false_in_extra_args": (
+        {"glm_vllm_overlay_extra_args": {"enable-prefix-caching": False}},
+        "glm_vllm_overlay_extra_args.enable-prefix-caching is false, which vLLM ignores: "
+        "write no-enable-prefix-caching: true.",
+    ),
+    "underscores_in_extra_args": (
+        {"glm_vllm_overlay_extra_args": {"max_logprobs": 20}},
+        "glm_vllm_overlay_extra_args.max_logprobs is no option name: "
+        "write the long name in lower case with single dashes, such as max-logprobs.",
+    ),
+    "secret_in_extra_args": (
+        {"glm_vllm_overlay_extra_args": {"api-key": "x"}},
+        "glm_vllm_overlay_extra_args.api-key would put a secret into serve.yaml: use glm_vllm_overlay_api_keys.",
+    ),
+    "branch_for_a_revision": (
+        {"model_fetch_sources": [SOURCE | {"revision": "main"}]},
+        'model_fetch_sources[0].revision is the text "main": '
+        "write the 40 hex digits of a commit, a branch or tag may move.",
+    ),
+    "no_source": (
+        {"model_fetch_sources": []},
+        "model_fetch_sources is empty: name at least one source of the weights.",
+    ),
+    "repo_without_owner": (
+        {"model_fetch_sources": [SOURCE | {"repo": "name"}]},
+        'model_fetch_sources[0].repo is the text "name": write owner/name.',
+    ),
+    "rails_in_one_subnet": (
+        {"cx7_network_rails": [{"subnet": "192.168.177.0/24"}, {"subnet": "192.168.177.0/24"}]},
+        "cx7_network_rails[1].subnet is 192.168.177.0/24 and overlaps rail 0 (192.168.177.0/24): "
+        "give each rail a subnet of its own.",
+    ),
+    "rail_without_a_length": (
+        {"cx7_network_rails": [{"subnet": "192.168.177.0"}]},
+        'cx7_network_rails[0].subnet is the text "192.168.177.0": '
+        "write a network such as 192.168.177.0/24, without host bits.",
+    ),
+    "rail_too_small": (
+        {"cx7_network_rails": [{"subnet": "192.168.177.0/30"}]},
+        "cx7_network_rails[0].subnet is 192.168.177.0/30, which has no hosts 11 to 12 for the nodes: "
+        "take an IPv4 network such as a /24.",
+    ),
+    "mtu_as_text": (
+        {"cx7_network_mtu": "9000"},
+        'cx7_network_mtu is the text "9000": write auto, or bytes from 1280 to 9978 without quotes.',
+    ),
+    "no_such_wheelhouse": (
+        {"glm_vllm_overlay_wheelhouse": "/nowhere/wheels"},
+        "glm_vllm_overlay_wheelhouse names /nowhere/wheels, which is no folder on this controller: correct the path.",
+    ),
+    "relative_wheelhouse": (
+        {"glm_vllm_overlay_wheelhouse": "wheels"},
+        'glm_vllm_overlay_wheelhouse is the text "wheels": write the whole path from /.',
+    ),
+    "certificate_without_a_key": (
+        {"glm_vllm_overlay_tls_cert": __file__},
+        "glm_vllm_overlay_tls_cert is set without glm_vllm_overlay_tls_key: set both or none.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_variable(schema, sparks, name):
+    changes, sentence = BROKEN[name]
+    assert problems(schema, sparks, **changes) == [sentence]
+
+
+GROUPINGS = {
+    "no_head": (
+        {"sparks": ["b"], "head": [], "workers": ["b"]},
+        ["Group head has no host: name the node that serves the API below head in hosts.yml."],
+    ),
+    "two_heads": (
+        {"sparks": ["a", "b", "c"], "head": ["a", "b"], "workers": ["c"]},
+        ["Group head has 2 hosts (a, b): leave exactly one there."],
+    ),
+    "no_worker": (
+        {"sparks": ["a"], "head": ["a"], "workers": []},
+        ["Group workers has no host: name the other node below workers in hosts.yml."],
+    ),
+    "host_in_both": (
+        {"sparks": ["a", "b"], "head": ["a"], "workers": ["a", "b"]},
+        ["Host a is in head and in workers: leave it in one of the two."],
+    ),
+    "outside_sparks": (
+        {"sparks": ["a"], "head": ["a"], "workers": ["b"]},
+        ["Group sparks does not hold b: make head and workers children of sparks in hosts.yml."],
+    ),
+    "neither": (
+        {"sparks": ["a", "b", "c"], "head": ["a"], "workers": ["b"]},
+        ["Host c is in sparks but neither in head nor in workers: put it into one of the two."],
+    ),
+    "nothing": (
+        {},
+        [
+            "Group head has no host: name the node that serves the API below head in hosts.yml.",
+            "Group workers has no host: name the other node below workers in hosts.yml.",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_broken_groups(schema, sparks, name):
+    groups, sentences = GROUPINGS[name]
+    assert problems(schema, sparks, groups=groups) == sentences
+
+
+def test_a_value_of_one_host_names_the_host(schema, sparks):
+    assert problems(schema, sparks, hosts={"spark-b": {"cx7_network_min_gbps": "80"}}) == [
+        'cx7_network_min_gbps is the text "80" on spark-b: write a whole number without quotes.'
+    ]
+
+
+def test_hosts_that_differ(schema, sparks):
+    assert problems(schema, sparks, hosts={"spark-b": {"glm_vllm_overlay_max_num_seqs": 3}}) == [
+        "glm_vllm_overlay_max_num_seqs differs between spark-a and spark-b: set it once, in group_vars/all."
+    ]
+
+
+def test_one_address_for_two_hosts(schema, sparks):
+    assert problems(schema, sparks, ansible_host="192.0.2.11") == [
+        "ansible_host is 192.0.2.11 for spark-a and for spark-b: give each node its own in hosts.yml."
+    ]
+
+
+def test_a_rail_that_holds_the_management_address(schema, sparks):
+    rails = [{"subnet": "192.0.2.0/24"}]
+    assert problems(schema, sparks, hosts={"spark-a": {"ansible_host": "192.0.2.11"}}, cx7_network_rails=rails) == [
+        "cx7_network_rails[0].subnet is 192.0.2.0/24 and holds the management address of spark-a, 192.0.2.11: "
+        "take a subnet that nothing else uses."
+    ]
+
+
+def test_all_problems_at_once(schema, sparks):
+    found = problems(
+        schema,
+        sparks,
+        groups={"sparks": ["spark-a"], "head": ["spark-a"], "workers": []},
+        glm_vllm_overlay_executor="mpi",
+        glm_vllm_overlay_api_port=80,
+        glm_vllm_overlay_ablation_enabled=True,
+    )
+    assert [sentence.split(" ")[0] for sentence in found] == [
+        "Group",
+        "glm_vllm_overlay_api_port",
+        "glm_vllm_overlay_executor",
+        "glm_vllm_overlay_ablation_enabled",
+    ]
+
+
+def test_no_secret_is_ever_printed(schema, sparks):
+    secret = "Hunter2-but-long"
+    found = problems(
+        schema,
+        sparks,
+        glm_vllm_overlay_api_keys=[{"name": "me", "key": secret}],
+        model_fetch_token=[secret],
+    )
+    assert len(found) == 2
+    assert not any(secret in sentence for sentence in found)
+
+
+def test_the_file_and_line_are_named(tmp_path):
+    (tmp_path / "group_vars/all").mkdir(parents=True)
+    (tmp_path / "host_vars").mkdir()
+    file = tmp_path / "group_vars/all/serving.yml"
+    file.write_text("---\n# glm_x: 1\nglm_x: 2\n")
+    (tmp_path / "host_vars/other.yml").write_text("glm_x: 3\n")
+    assert rules.locate("glm_x", ["spark-a"], [tmp_path]) == f"{file}, line 3"
+    assert rules.locate("glm_x", ["other"], [tmp_path]) == "", "two places: none is named"
+    assert rules.locate("glm_y", ["spark-a"], [tmp_path]) == ""
+
+
+def test_every_range_belongs_to_a_numeric_variable(schema):
+    for name in rules.RANGES:
+        variable, _, member = name.partition(".")
+        option = schema.options[variable]
+        option = option["options"][member] if member else option
+        assert option["type"] in ("int", "float"), name
