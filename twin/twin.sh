@@ -115,8 +115,10 @@ make_repo() { # this machine downloads, the nodes install from the folder: no no
 }
 
 # ---- disks, keys, connection files ----------------------------------------------------------------------------------
-disks() {
-  local n up uid; uid=$(stat -c %u "$BASE/home/ops"); mkdir -p "$RUN/cp"
+disks() { # a disk is what was written over the root file system that it was made for, and useless over another
+  local n up uid
+  if [ -e "$RUN/base" ] && [ "$(cat "$RUN/base")" != "$BASE" ]; then log "the root file system is a new one: new disks"; rm -rf "$RUN"; fi
+  uid=$(stat -c %u "$BASE/home/ops"); mkdir -p "$RUN/cp"
   [ -e "$RUN/id_ed25519" ] || ssh-keygen -q -t ed25519 -N '' -C twin -f "$RUN/id_ed25519"
   for n in "${NODES[@]}"; do
     up=$RUN/$n/up; [ -e "$RUN/$n/made" ] && continue
@@ -131,7 +133,7 @@ disks() {
     cp "$HERE/standins/meminfo" "$RUN/$n/meminfo"; touch "$RUN/$n/made"
   done
   for n in "${NODES[@]}"; do echo "$n,${IP[$n]} $(cut -d' ' -f1,2 "$RUN/$n/up/etc/ssh/ssh_host_ed25519_key.pub")"; done > "$RUN/known_hosts"
-  ssh_config > "$RUN/ssh_config"; connection > "$RUN/inventory.yml"
+  ssh_config > "$RUN/ssh_config"; connection > "$RUN/inventory.yml"; echo "$BASE" > "$RUN/base"
 }
 ssh_config() {
   local n; for n in "${NODES[@]}"; do printf 'Host %s %s\n  HostName %s\n  HostKeyAlias %s\n' "$n" "${IP[$n]}" "${IP[$n]}" "$n"; done
@@ -234,7 +236,9 @@ power_cut() { local i; running "$1" || return 0
   rm -f "$RUN/$1/on"; cg_clear "$1"; gone "$1" 5; }
 leader() { head -1 "$CG/$P/$1/payload/init.scope/cgroup.procs" 2>/dev/null || die "$1 is off"; }
 
-up() { local n; ready; disks; net; for n in "${NODES[@]}"; do start "$n"; done; for n in "${NODES[@]}"; do wait_ssh "$n"; done; }
+up() { local n; ready
+  for n in "${NODES[@]}"; do ! running "$n" || BASE=$(cat "$RUN/base"); done
+  disks; net; for n in "${NODES[@]}"; do start "$n"; done; for n in "${NODES[@]}"; do wait_ssh "$n"; done; }
 down() {
   local n p; for n in "${NODES[@]}"; do stop "$n" & done; wait
   if has_ns "$CTL"; then      # what still talks to the nodes: ssh's proxies, commands begun by `ctl`
@@ -263,7 +267,7 @@ case $cmd in
   cut|mend) is_link "${1:-}"; has_ns "$CTL" || die "the bed is down: 'twin.sh up' first";;
 esac
 case $cmd in
-  start|reset|_supervise) BASE=$CACHE/base-$(base_id); [ -d "$RUN" ] || die "the bed is down: 'twin.sh up' first";;
+  start|reset|_supervise) BASE=$(cat "$RUN/base" 2>/dev/null) && [ -d "$BASE" ] || die "the bed is down: 'twin.sh up' first";;
 esac
 case $cmd in
   ready) ready;;
