@@ -1,0 +1,36 @@
+"""Where everything lives on a node. `GLM_ROOT` puts another folder before every path (tests)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class Paths:
+    """All paths below one root folder."""
+
+    def __init__(self, root: str | Path = "/") -> None:
+        self.root = Path(root)
+        self.node_env = self.root / "etc/glm-vllm/node.env"
+        self.fabric_json = self.root / "etc/glm-vllm/fabric.json"
+        self.serve_yaml = self.root / "etc/glm-vllm/serve.yaml"
+        self.run = self.root / "run/glm-vllm"
+        self.fabric_env = self.run / "fabric.env"
+        self.session = self.run / "session.json"
+        self.socket = self.run / "api.sock"
+        self.home = self.root / "var/lib/glm-vllm"
+        self.deployment = self.home / "deployments/current/deployment.json"
+        self.incident = self.home / "incident.json"
+        self.releases = self.root / "opt/glm-vllm/releases"
+        self.proc = self.root / "proc"
+        self.infiniband = self.root / "sys/class/infiniband"
+        self.net = self.root / "sys/class/net"
+
+    def venv(self, release: str) -> Path:
+        """The virtual environment of a release."""
+        return self.releases / release / "venv"
+
+
+def current() -> Paths:
+    """The paths of this machine, or those below `GLM_ROOT`."""
+    return Paths(os.environ.get("GLM_ROOT") or "/")
