@@ -57,9 +57,6 @@ FROM_INVENTORY = (
     "distributed-executor-backend",
 )
 
-# Tokens that one request brings to a verification step: the drafts and one more.
-STEP_TOKENS = {"dflash2": 8, "mtp": 3, "none": 1}
-
 
 def plain(value: Any) -> Any:
     """The value as exact dict, list, str, int, float, bool or None, without Ansible's tagged and lazy types."""
@@ -118,17 +115,6 @@ def serve_yaml(options: dict[str, Any]) -> str:
 def switch(name: str, on: bool) -> dict[str, bool]:
     """A boolean option, on or off, as the one key that says so."""
     return {name if on else f"no-{name}": True}
-
-
-def capture_sizes(speculator: str, max_num_seqs: int) -> list[int]:
-    """Batch sizes, in tokens, to capture as CUDA graphs: every full verification width, and small powers of two.
-
-    Above 16 requests only every eighth width is captured: a graph costs memory, and padding to it little.
-    """
-    step = STEP_TOKENS[speculator]
-    requests = [n for n in range(1, max_num_seqs + 1) if n <= 16 or n % 8 == 0 or n == max_num_seqs]
-    widths = {n * step for n in requests}
-    return sorted(widths | {2**n for n in range(5) if 2**n <= max(widths)})
 
 
 def opposites(key: str) -> set[str]:
@@ -203,8 +189,6 @@ def serve_config(
     options |= switch("enable-flashinfer-autotune", wanted("flashinfer_autotune"))
     if wanted("enforce_eager"):
         options["enforce-eager"] = True
-    else:
-        options["cudagraph-capture-sizes"] = capture_sizes(wanted("speculator"), wanted("max_num_seqs"))
     if wanted("kv_cache_memory_bytes") != "auto":
         options["kv-cache-memory-bytes"] = wanted("kv_cache_memory_bytes")
     if wanted("tool_parser"):
