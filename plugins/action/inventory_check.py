@@ -55,7 +55,9 @@ class ActionModule(ActionBase):
         groups = {name: [str(host) for host in hosts] for name, hosts in variables["groups"].items()}
         hosts = {}
         for host in {name for group in ("sparks", "head", "workers") for name in groups.get(group, ())}:
-            names = [name for name in hostvars[host] if name.startswith((*rules.PREFIXES, "ansible_host", "ansible_port"))]
+            names = [
+                name for name in hostvars[host] if name.startswith((*rules.PREFIXES, "ansible_host", "ansible_port"))
+            ]
             hosts[host] = {name: _evaluate(rules, hostvars[host], name) for name in names}
         return rules.Inventory(groups, hosts, _sources(variables))
 
@@ -68,7 +70,7 @@ def _evaluate(rules: Any, variables: Any, name: str) -> Any:
 
 
 def _sources(variables: dict[str, Any]) -> list[Path]:
-    """Inventory folders (or files) as the user would write them: relative to the working folder where they are below it."""
+    """Inventory folders and files, relative to the working folder where they are below it, as the user would write them."""
     found = []
     for source in variables.get("ansible_inventory_sources") or []:
         path = Path(source)

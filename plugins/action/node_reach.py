@@ -12,16 +12,28 @@ from ansible.plugins.action import ActionBase
 
 # First match wins: the words ssh prints, and what they mean for the reader.
 SSH = (
-    ("permission denied", "refuses the login of {user}", "put your SSH key on it with ssh-copy-id {user}@{address}, or correct ansible_user"),
-    ("host identification has changed", "shows another host key than last time", "find out why, then ssh-keygen -R {address}"),
-    ("host key verification failed", "has a host key that this controller does not know", "log in once with ssh {user}@{address} and compare it"),
+    (
+        "permission denied",
+        "refuses the login of {user}",
+        "put your SSH key on it with ssh-copy-id {user}@{address}, or correct ansible_user",
+    ),
+    (
+        "host identification has changed",
+        "shows another host key than last time",
+        "find out why, then ssh-keygen -R {address}",
+    ),
+    (
+        "host key verification failed",
+        "has a host key that this controller does not know",
+        "log in once with ssh {user}@{address} and compare it",
+    ),
     ("could not resolve", "has no address: {address} can't be resolved", "correct ansible_host in hosts.yml"),
     ("connection refused", "is up and runs no SSH server", "start ssh on it, or correct ansible_host and ansible_port"),
     ("", "does not answer at {address}", "check its power, its management cable and ansible_host in hosts.yml"),
 )
 SUDO = (
     ("incorrect", "did not accept the sudo password", "run again with -K and the right one"),
-    ("missing", "asks for a sudo password", "run again with -K"),
+    ("password", "asks for a sudo password", "run again with -K"),
     ("", "gives {user} no sudo", "add the user to the group sudo, or choose another ansible_user"),
 )
 

@@ -166,10 +166,14 @@ def _topology(groups: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
             yield Problem("Host", f"{host} is in head and in workers", "leave it in one of the two")
     for host in [*head, *workers]:
         if host not in sparks:
-            yield Problem("Group sparks", f"does not hold {host}", "make head and workers children of sparks in hosts.yml")
+            yield Problem(
+                "Group sparks", f"does not hold {host}", "make head and workers children of sparks in hosts.yml"
+            )
     for host in sparks:
         if host not in head and host not in workers:
-            yield Problem("Host", f"{host} is in sparks but neither in head nor in workers", "put it into one of the two")
+            yield Problem(
+                "Host", f"{host} is in sparks but neither in head nor in workers", "put it into one of the two"
+            )
 
 
 def _variable(name: str, value: Any, options: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
@@ -198,7 +202,9 @@ def _value(name: str, value: Any, option: Mapping[str, Any]) -> Iterator[Problem
         return
     bounds = RANGES.get(re.sub(r"\[\d+\]", "", name))
     if bounds and kind in ("int", "float") and not bounds[0] <= value <= bounds[1]:
-        yield Problem(name, f"is {_show(value, option)}", f"give a value from {_number(bounds[0])} to {_number(bounds[1])}")
+        yield Problem(
+            name, f"is {_show(value, option)}", f"give a value from {_number(bounds[0])} to {_number(bounds[1])}"
+        )
     if kind == "dict" and "options" in option:
         yield from _members(name, value, option["options"])
     if kind == "list":
@@ -262,7 +268,9 @@ def _type(name: str, value: Any, kind: str, option: Mapping[str, Any]) -> Iterat
 def _differences(inventory: Inventory, nodes: Sequence[str], bad: set[tuple[str, str]]) -> Iterator[Problem]:
     if len(nodes) < 2:
         return
-    names = sorted({name for node in nodes for name in inventory.hosts.get(node, {}) if name.startswith(SAME_EVERYWHERE)})
+    names = sorted(
+        {name for node in nodes for name in inventory.hosts.get(node, {}) if name.startswith(SAME_EVERYWHERE)}
+    )
     absent = object()
     for name in names:
         if any((node, name) in bad for node in nodes):
@@ -428,7 +436,10 @@ def _extra_args(get: _Effective) -> Iterator[Problem]:
             )
         elif value is None:
             yield get.problem(
-                "glm_vllm_overlay_extra_args", "is empty, which vLLM ignores", "give a value or remove it", member=member
+                "glm_vllm_overlay_extra_args",
+                "is empty, which vLLM ignores",
+                "give a value or remove it",
+                member=member,
             )
 
 

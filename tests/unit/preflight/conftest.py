@@ -22,11 +22,13 @@ def load(name: str, path: str) -> ModuleType:
     return module
 
 
-rules = load("glm_inventory_rules", "plugins/controller/inventory_rules.py")
+@pytest.fixture(scope="session")
+def rules() -> ModuleType:
+    return load("glm_inventory_rules", "plugins/controller/inventory_rules.py")
 
 
 @pytest.fixture(scope="session")
-def schema() -> Any:
+def schema(rules) -> Any:
     return load("glm_inventory_check", "plugins/action/inventory_check.py").schema(rules, REPOSITORY / "roles")
 
 
@@ -37,3 +39,8 @@ def sparks() -> dict[str, Any]:
     for file in sorted((REPOSITORY / "inventory/sparks/group_vars/all").glob("*.yml")):
         values |= yaml.safe_load(file.read_text()) or {}
     return values
+
+
+@pytest.fixture(scope="session")
+def node_reach() -> ModuleType:
+    return load("glm_node_reach", "plugins/action/node_reach.py")

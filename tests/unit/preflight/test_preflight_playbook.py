@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 
+REPOSITORY = Path(__file__).parents[3]
 PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
 
 
@@ -58,10 +58,11 @@ def test_every_problem_with_file_and_line(inventory):
     done = preflight(inventory)
     assert done.returncode == 2
     assert "The inventory has 3 problems; no host was contacted." in done.stdout
+    off = line(network, "_http: off")
     for sentence in (
         f'glm_vllm_overlay_max_num_seqs is the text "4" ({serving}, line {line(serving, "max_num_seqs")}): '
         "write a whole number without quotes.",
-        f"glm_vllm_overlay_http is false, for so YAML reads a bare off ({network}, line {line(network, '_http: off')}): "
+        f"glm_vllm_overlay_http is false, for so YAML reads a bare off ({network}, line {off}): "
         'write "off" with quotes.',
         f"glm_vllm_overlay_executr is no variable of any role ({serving}, line {line(serving, 'executr')}): "
         "write glm_vllm_overlay_executor.",
