@@ -1,0 +1,61 @@
+"""`glm-vllm build`: compile the EXL3 kernels with the toolkit's nvcc, for the GPU of the pair."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from glm_vllm_overlay.exl3 import build as kernels
+from glm_vllm_overlay.exl3.ops import library_path
+
+GIB = 1 << 30
+
+
+def job_limit(available: int) -> int:
+    """Parallel compilations that fit beside a desktop and the page cache: one per 8 GiB above 16 GiB, 1 to 8."""
+    return max(1, min(8, (available - 16 * GIB) // (8 * GIB)))
+
+
+def memory_available(meminfo: Path) -> int:
+    """MemAvailable of a /proc/meminfo, in bytes."""
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `glm-vllm build`."""
+    parser.add_argument("--cuda-home", type=Path, default=kernels.default_cuda_home(), help="CUDA toolkit, 13.0 to 13.x")
+    parser.add_argument("--target", type=Path, default=library_path().parent, help="folder for the library")
+    parser.add_argument("--work", type=Path, default=Path("/var/cache/glm-vllm/build"), help="folder for objects, kept")
+    parser.add_argument("--arch", default=kernels.ARCH, help="GPU architecture as nvcc writes it (default: %(default)s)")
+    parser.add_argument("--exllamav3", type=Path, help="unpacked exllamav3_ext sources (default: the installed package)")
+    parser.add_argument("--headers", type=Path, action="append", default=[], help="site folder with nvidia header wheels")
+    parser.add_argument("--cuobjdump", type=Path, help="cuobjdump (default: the toolkit's)")
+    parser.add_argument("--jobs", type=int, help="parallel compilations (default: by free memory)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, print where and what; Refusal (exit 1) when anything about it is not as pinned."""
+    sources, licence = (args.exllamav3, "") if args.exllamav3 else kernels.find_sources()
+    chain = kernels.Toolchain(
+        cuda_home=args.cuda_home,
+        sources=sources,
+        csrc=kernels.find_csrc(),
+        headers=tuple(args.headers),
+        arch=args.arch,
+        cuobjdump=args.cuobjdump,
+        licence=licence,
+    )
+    available = memory_available(Path(os.environ.get("GLM_MEMINFO", "/proc/meminfo")))
+    manifest = kernels.build(chain, args.work, args.target, args.jobs or job_limit(available))
+    if args.json:
+        print(json.dumps({**manifest, "ok": True}))
+    elif manifest["sha256"]:
+        print(f"{args.target}: {len(manifest['kernels'])} kernels for {manifest['arch']}, sha256 {manifest['sha256']}")
+    else:
+        print(f"{len(manifest['kernels'])} kernels compiled for {manifest['arch']}; this torch has no CUDA, nothing linked")
+    return 0
