@@ -60,8 +60,9 @@ def table(role: Path) -> str:
             raise Mistake(
                 f"{name} stands in defaults/main.yml and not in meta/argument_specs.yml of {role.name}: describe it."
             )
-        said, real = options[name].get("default"), defaults.get(name, options[name].get("default"))
-        if "{{" not in str(real) and said != real:
+        real = defaults.get(name)
+        said = options[name].setdefault("default", real)
+        if name in defaults and "{{" not in str(real) and said != real:
             raise Mistake(
                 f"{name} of {role.name} defaults to {real!r}, and its argument_specs says {said!r}: make them equal."
             )

@@ -17,11 +17,11 @@ from ansible.plugins.action import ActionBase
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def _rules() -> Any:
-    """The pure rules: Ansible puts no folder of ours on the import path."""
-    name = "glm_inventory_rules"
+def load(file: str) -> Any:
+    """A Python file of ours as a module: Ansible puts no folder of ours on the import path."""
+    name = f"glm_{Path(file).stem}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, REPOSITORY / "plugins/controller/inventory_rules.py")
+        spec = importlib.util.spec_from_file_location(name, REPOSITORY / file)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
@@ -38,7 +38,7 @@ class ActionModule(ActionBase):
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
-        rules = _rules()
+        rules = load("plugins/controller/inventory_rules.py")
         variables = task_vars or {}
         problems = rules.check(self._inventory(rules, variables), schema(rules, REPOSITORY / "roles"))
         result["changed"] = False
@@ -70,7 +70,7 @@ def _evaluate(rules: Any, variables: Any, name: str) -> Any:
 
 
 def _sources(variables: dict[str, Any]) -> list[Path]:
-    """Inventory folders and files, relative to the working folder where they are below it, as the user would write them."""
+    """Inventory folders and files as the user would write them: relative to the working folder when below it."""
     found = []
     for source in variables.get("ansible_inventory_sources") or []:
         path = Path(source)
@@ -94,4 +94,12 @@ def schema(rules: Any, roles: Path) -> Any:
         values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
         # A default that is an expression needs a host's facts, which nobody has read yet.
         defaults |= {name: value for name, value in values.items() if "{{" not in str(value)}
-    return rules.Schema(options, defaults)
+    return rules.Schema(options, defaults, _refuse_argument)
+
+
+def _refuse_argument(key: str, value: Any) -> str:
+    try:
+        load("plugins/filter/serve_yaml.py").merge_extra({}, {key: value})
+    except AnsibleError as error:
+        return str(error)
+    return ""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "ray_cluster_object_store_bytes": (75 * 2**20, 16 * GIB),
     "cuda_sm121_driver_branch": (580, 9999),
     "cx7_network_min_gbps": (0, 200),
-    "model_fetch_keep": (1, 100),
 }
 
 PORTS = (
@@ -82,10 +81,14 @@ class Broken:
 
 @dataclass(frozen=True)
 class Schema:
-    """Options of all roles' argument_specs (name -> option) and the defaults of the same variables."""
+    """What the roles take: options of all argument_specs (name -> option) and the defaults of the same variables.
+
+    refuse_argument: why serve.yaml can't hold this vLLM option and value, as a sentence; empty when it can.
+    """
 
     options: Mapping[str, Mapping[str, Any]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any]
+    refuse_argument: Callable[[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Problem:
 
 def check(inventory: Inventory, schema: Schema) -> list[str]:
     """Every problem of ``inventory`` as a sentence, in the order of topology, single variables, combinations."""
-    problems = list(_topology(inventory.groups))
+    problems: list[Problem | str] = list(_topology(inventory.groups))
     nodes = _nodes(inventory.groups)
     bad: set[tuple[str, str]] = set()
     singles: dict[Problem, list[str]] = {}
@@ -197,7 +200,8 @@ def _value(name: str, value: Any, option: Mapping[str, Any]) -> Iterator[Problem
         yield from wrong
         return
     choices = option.get("choices")
-    if choices is not None and value not in choices:
+    # Choices of a list are those of its elements.
+    if choices is not None and kind != "list" and value not in choices:
         yield Problem(name, f"is {_show(value, option)}", f"choose {_either(choices)}")
         return
     bounds = RANGES.get(re.sub(r"\[\d+\]", "", name))
@@ -299,13 +303,13 @@ class _Effective:
         return Problem(name + member, what, fix, where=locate(name, self.nodes, self.files))
 
 
-def _combinations(inventory: Inventory, schema: Schema, nodes: Sequence[str], bad: set[str]) -> Iterator[Problem]:
+def _combinations(inventory: Inventory, schema: Schema, nodes: Sequence[str], bad: set[str]) -> Iterator[Problem | str]:
     get = _Effective(inventory, schema, nodes, bad)
     yield from _engine(get)
     yield from _ablation(get)
     yield from _gateway(get)
     yield from _ports(get)
-    yield from _extra_args(get)
+    yield from _extra_args(get, schema.refuse_argument)
     yield from _sources(get)
     yield from _rails(get, inventory)
     yield from _addresses(inventory, nodes)
@@ -383,6 +387,13 @@ def _gateway(get: _Effective) -> Iterator[Problem]:
                 "take one from `openssl rand -hex 32`",
                 member=f"[{index}].key",
             )
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", entry["name"]):
+            yield get.problem(
+                "glm_vllm_overlay_api_keys",
+                f"is {_show(entry['name'], {})}",
+                "write a word of letters, digits, dots and dashes",
+                member=f"[{index}].name",
+            )
         if entry["name"] in names:
             yield get.problem(
                 "glm_vllm_overlay_api_keys",
@@ -412,35 +423,10 @@ def _ports(get: _Effective) -> Iterator[Problem]:
         taken[port] = name
 
 
-def _extra_args(get: _Effective) -> Iterator[Problem]:
+def _extra_args(get: _Effective, refuse: Callable[[str, Any], str]) -> Iterator[str]:
     for key, value in (get["glm_vllm_overlay_extra_args"] or {}).items():
-        member = f".{key}"
-        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", str(key)):
-            yield get.problem(
-                "glm_vllm_overlay_extra_args",
-                "is no option name",
-                "write the long name in lower case with single dashes, such as max-logprobs",
-                member=member,
-            )
-        elif key == "api-key":
-            yield get.problem(
-                "glm_vllm_overlay_extra_args",
-                "would put a secret into serve.yaml",
-                "use glm_vllm_overlay_api_keys",
-                member=member,
-            )
-        elif value is False:
-            off = key[3:] if key.startswith("no-") else f"no-{key}"
-            yield get.problem(
-                "glm_vllm_overlay_extra_args", "is false, which vLLM ignores", f"write {off}: true", member=member
-            )
-        elif value is None:
-            yield get.problem(
-                "glm_vllm_overlay_extra_args",
-                "is empty, which vLLM ignores",
-                "give a value or remove it",
-                member=member,
-            )
+        if sentence := refuse(str(key), value):
+            yield sentence
 
 
 def _sources(get: _Effective) -> Iterator[Problem]:
@@ -462,6 +448,8 @@ def _source(get: _Effective, name: str, member: str, source: Mapping[str, Any]) 
         yield get.problem(name, f"is {_show(repo, {})}", "write owner/name", member=f"{member}.repo")
     if path and not Path(path).is_absolute():
         yield get.problem(name, f"is {_show(path, {})}", "write the whole path from /", member=f"{member}.path")
+    if repo and not revision:
+        yield get.problem(name, "has a repo and no revision", "pin it to the 40 hex digits of a commit", member=member)
     if revision is not None and not re.fullmatch(r"[0-9a-f]{40}", revision):
         yield get.problem(
             name,

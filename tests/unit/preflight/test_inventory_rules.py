@@ -192,6 +192,10 @@ BROKEN = {
         "glm_vllm_overlay_api_keys[0].key is not of the right type: "
         "write a text, in quotes where it looks like a number or a boolean.",
     ),
+    "key_name_with_a_space": (
+        {"glm_vllm_overlay_api_keys": [{"name": "my laptop", "key": KEY}]},
+        'glm_vllm_overlay_api_keys[0].name is the text "my laptop": write a word of letters, digits, dots and dashes.',
+    ),
     "key_names_twice": (
         {"glm_vllm_overlay_api_keys": [{"name": "me", "key": KEY}, {"name": "me", "key": KEY[::-1]}]},
         "glm_vllm_overlay_api_keys[1].name names me again: give each key a name of its own.",
@@ -211,22 +215,29 @@ BROKEN = {
     ),
     "false_in_extra_args": (
         {"glm_vllm_overlay_extra_args": {"enable-prefix-caching": False}},
-        "glm_vllm_overlay_extra_args.enable-prefix-caching is false, which vLLM ignores: "
+        "glm_vllm_overlay_extra_args, enable-prefix-caching: false would be dropped by vLLM without a word; "
         "write no-enable-prefix-caching: true.",
-    ),
-    "underscores_in_extra_args": (
-        {"glm_vllm_overlay_extra_args": {"max_logprobs": 20}},
-        "glm_vllm_overlay_extra_args.max_logprobs is no option name: "
-        "write the long name in lower case with single dashes, such as max-logprobs.",
     ),
     "secret_in_extra_args": (
         {"glm_vllm_overlay_extra_args": {"api-key": "x"}},
-        "glm_vllm_overlay_extra_args.api-key would put a secret into serve.yaml: use glm_vllm_overlay_api_keys.",
+        "glm_vllm_overlay_extra_args, api-key: take it out, keys belong to the gateway: use glm_vllm_overlay_api_keys.",
     ),
     "branch_for_a_revision": (
         {"model_fetch_sources": [SOURCE | {"revision": "main"}]},
         'model_fetch_sources[0].revision is the text "main": '
         "write the 40 hex digits of a commit, a branch or tag may move.",
+    ),
+    "repo_without_revision": (
+        {"model_fetch_sources": [{"repo": "owner/name", "licence": "Apache-2.0"}]},
+        "model_fetch_sources[0] has a repo and no revision: pin it to the 40 hex digits of a commit.",
+    ),
+    "neither_repo_nor_path": (
+        {"model_fetch_sources": [{"licence": "none"}]},
+        "model_fetch_sources[0] must have either repo or path: name one of the two.",
+    ),
+    "licence_by_another_name": (
+        {"model_fetch_accept_licences": ["Apache"]},
+        'model_fetch_accept_licences[0] is the text "Apache": choose ShapleyMCG-1.0, Apache-2.0 or CC-BY-NC-ND-4.0.',
     ),
     "no_source": (
         {"model_fetch_sources": []},

@@ -1,0 +1,187 @@
+"""Everything rendered for inventory/sparks equals what is committed, and the programs that read it accept it.
+
+`make golden` (GOLDEN_UPDATE=1) rewrites the committed files; review the difference like source.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent
+TEMPLATES = sorted((REPOSITORY / "roles").glob("*/templates/*.j2"))
+EXECUTORS = {"sparks": "mp", "sparks-ray": "ray"}
+HOSTS = ("spark-a", "spark-b")
+
+
+def run(*command: str | Path, **options: object) -> str:
+    """Standard output and error of a command that has to succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def rendered(tmp_path_factory) -> Path:
+    """Folder with sparks/<host>/… (executor mp) and sparks-ray/<host>/…"""
+    bed = tmp_path_factory.mktemp("golden")
+    (bed / "templates").mkdir()
+    for template in TEMPLATES:
+        (bed / "templates" / template.name).symlink_to(template)
+    shutil.copy(GOLDEN / "render.yml", bed)
+    for name, executor in EXECUTORS.items():
+        run(
+            Path(sys.executable).with_name("ansible-playbook"),
+            bed / "render.yml",
+            *("-i", REPOSITORY / "inventory/sparks"),
+            *("-e", f"golden={bed / name}"),
+            *("-e", f"glm_vllm_overlay_executor={executor}"),
+            cwd=REPOSITORY,
+            env=os.environ | {"ANSIBLE_CONFIG": str(REPOSITORY / "ansible.cfg")},
+        )
+    return bed
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file.read_text() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def program(name: str) -> str:
+    """Path of a program; without it the test is skipped, and fails in CI."""
+    found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    return found or missing(f"{name} is not installed: run make setup")
+
+
+def missing(what: str) -> NoReturn:
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+
+
+def test_every_template_is_rendered_and_no_two_share_a_name():
+    names = [template.name for template in TEMPLATES]
+    assert len(names) == len(set(names))
+    deployment = REPOSITORY / "roles/glm-vllm-overlay/vars/main/main.yml"
+    text = (GOLDEN / "render.yml").read_text() + deployment.read_text()
+    assert {name for name in names if f"src: {name}" not in text and f"'{name}'" not in text} == set()
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+def test_renders_what_is_committed(rendered, name):
+    committed = GOLDEN / name
+    if os.environ.get("GOLDEN_UPDATE"):
+        shutil.rmtree(committed, ignore_errors=True)
+        shutil.copytree(rendered / name, committed)
+    assert files(rendered / name) == files(committed), "run `make golden` and review the difference"
+
+
+def test_both_nodes_share_one_serve_yaml(rendered):
+    for name in EXECUTORS:
+        first, second = ((rendered / name / host / "etc/glm-vllm/serve.yaml").read_bytes() for host in HOSTS)
+        assert first == second
+
+
+def test_nothing_rendered_names_this_machine_or_leaves_a_hole(rendered):
+    for name in EXECUTORS:
+        for file, text in files(rendered / name).items():
+            assert not re.search(r"\{\{|\{%|\bundefined\b|\bNone\b", text), file
+            assert str(REPOSITORY) not in text, file
+            assert str(rendered) not in text, file
+
+
+def test_systemctl_show_will_tell_the_truth(rendered):
+    unit = (rendered / "sparks/spark-a/etc/systemd/system/glm-vllm-head.service").read_text()
+    assert "Environment=GLM_GPU_MEMORY_UTILIZATION=0.87 GLM_SPECULATOR=dflash2 ABLIT=0\n" in unit
+
+
+@pytest.mark.parametrize("name", EXECUTORS)
+@pytest.mark.parametrize("host", HOSTS)
+def test_systemd_accepts_the_units(rendered, tmp_path, name, host):
+    """Programs of a node stand in the root as empty files: verify looks whether they exist, never runs them."""
+    root = Path(shutil.copytree(rendered / name / host, tmp_path / "root"))
+    units = sorted((root / "etc/systemd/system").glob("*.service"))
+    assert len(units) >= 3
+    for unit in units:
+        for path in re.findall(r"(?m)^Exec\w+=[-+!@:]*(/\S+)", unit.read_text()):
+            stand_in = root / path.lstrip("/")
+            stand_in.parent.mkdir(parents=True, exist_ok=True)
+            stand_in.touch(mode=0o755)
+    for standard in ("network.target", "network-online.target", "network-pre.target", "multi-user.target"):
+        (root / "etc/systemd/system" / standard).write_text(f"[Unit]\nDescription={standard}\n")
+    for base in ("basic.target", "sysinit.target", "shutdown.target", "nftables.service", "nginx.service"):
+        (root / "etc/systemd/system" / base).write_text(
+            f"[Unit]\nDescription={base}\nDefaultDependencies=no\n"
+            + ("[Service]\nExecStart=/usr/sbin/nft\n" if base.endswith("service") else "")
+        )
+    (root / "usr/sbin").mkdir(parents=True, exist_ok=True)
+    (root / "usr/sbin/nft").touch(mode=0o755)
+    said = run(program("systemd-analyze"), "verify", "--man=no", f"--root={root}", *(unit.name for unit in units))
+    assert said == ""
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_netplan_accepts_the_rails(rendered, tmp_path, host):
+    root = Path(shutil.copytree(rendered / "sparks" / host, tmp_path / "root"))
+    for file in (root / "etc/netplan").iterdir():
+        file.chmod(0o600)
+    run(program("netplan"), "generate", "--root-dir", root)
+    profiles = "".join(file.read_text() for file in sorted((root / "run/NetworkManager").rglob("*.nmconnection")))
+    number = 11 + HOSTS.index(host)
+    for subnet in ("192.168.177", "192.168.178"):
+        assert f"address1={subnet}.{number}/24" in profiles
+    assert profiles.count("mtu=9000") == 2
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_nft_accepts_the_firewall(rendered, host):
+    if os.geteuid():
+        missing("nft --check needs root")
+    run(program("nft"), "--check", "--file", rendered / "sparks" / host / "etc/glm-vllm/fabric.nft")
+
+
+def test_nginx_accepts_the_gateway(rendered, tmp_path):
+    site = (rendered / "sparks/spark-a/etc/nginx/sites-available/glm-vllm").read_text()
+    (tmp_path / "keys.map").write_text(f'"~^{"0" * 64}$" "me";\n')  # as `glm-vllm key` writes it
+    site = site.replace("/etc/nginx/glm-vllm", str(tmp_path)).replace("/var/log/nginx", str(tmp_path))
+    # A port below the one of the file: `nginx -t` binds it, and a served pair may run on this machine.
+    (tmp_path / "site.conf").write_text(re.sub(r"listen (\S*:)?8888", r"listen \g<1>18888", site))
+    (tmp_path / "nginx.conf").write_text(
+        f"pid {tmp_path}/pid;\nerror_log {tmp_path}/error.log;\nevents {{}}\n"
+        f"http {{\n  access_log off;\n  include {tmp_path}/site.conf;\n}}\n"
+    )
+    run(program("nginx"), "-t", "-q", "-c", tmp_path / "nginx.conf")
+
+
+def test_tmpfiles_accepts_the_run_time_folder(rendered, tmp_path):
+    conf = rendered / "sparks/spark-a/etc/tmpfiles.d/glm-vllm.conf"
+    fields = [line.split() for line in conf.read_text().splitlines() if line and not line.startswith("#")]
+    assert all(len(field) >= 5 for field in fields)
+
+
+def test_serve_yaml_is_what_vllm_reads(rendered):
+    """No false, null or secret, and every key in the form of the command line."""
+    for name in EXECUTORS:
+        options = yaml.safe_load((rendered / name / "spark-a/etc/glm-vllm/serve.yaml").read_text())
+        assert all(value is not False and value is not None for value in options.values())
+        assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", key) for key in options)
+        assert "api-key" not in options
+
+
+def test_the_pinned_parser_accepts_serve_yaml(rendered):
+    python, vllm = REPOSITORY / ".venv-engine/bin/python", REPOSITORY / ".cache/vllm-0.33.0"
+    if not (python.exists() and vllm.exists()):
+        missing("no .cache/vllm-0.33.0: run make setup")
+    paths = [vllm, REPOSITORY / "files/overlay/src"]
+    for name in EXECUTORS:
+        run(
+            python,
+            *("-m", "glm_vllm_overlay", "check-config", rendered / name / "spark-a/etc/glm-vllm/serve.yaml"),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        )
