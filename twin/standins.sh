@@ -21,8 +21,11 @@ for k in kernel/numa_balancing kernel/pid_max kernel/threads-max kernel/panic ke
   mount --bind "$f" /proc/sys/$k
 done
 
-# 2. The memory of a Spark. The file is the controller's (run/<node>/meminfo), so that a test can change it.
+# 2. The memory of a Spark. The file is the controller's (run/<node>/meminfo), so that a test can change it. Swap is the
+#    machine's own, and not shown; the system call that would turn it off is one that nspawn does not let through.
 mount --bind /srv/twin/meminfo /proc/meminfo
+printf 'Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n' > $S/swaps
+mount --bind $S/swaps /proc/swaps
 
 # 3. What can be read about the ConnectX-7. Nothing is behind it: opening a uverbs device gives ENXIO, and a port's
 #    state is the one it had at boot.

@@ -194,7 +194,10 @@ carrier() { # a link has carrier when its cable is whole and the far machine has
 running() { [ -d "$RUN/$1" ] && ! flock -n "$RUN/$1/lock" true; }   # the supervisor holds that lock while the node lives
 start() { local n=$1; running "$n" && return 0; touch "$RUN/$n/on"; setsid "$SELF" _supervise "$n" </dev/null >"$RUN/$n/console.log" 2>&1 & disown; }
 supervise() {
-  local n=$1 rc; exec 9>"$RUN/$n/lock"; flock 9; touch "$RUN/$n/on"
+  local n=$1 rc fd
+  # a lock that whoever started the bed holds must not live as long as the node; 255 is bash's own, this script
+  for fd in /proc/$BASHPID/fd/*; do fd=${fd##*/}; [ "$fd" -le 2 ] || [ "$fd" = 255 ] || eval "exec $fd>&-"; done
+  exec 9>"$RUN/$n/lock"; flock 9; touch "$RUN/$n/on"
   while :; do
     plug "$n"; rc=0
     # shellcheck disable=SC2016
