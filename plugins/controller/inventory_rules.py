@@ -45,9 +45,10 @@ PORTS = (
     "glm_vllm_overlay_api_port",
     "glm_vllm_overlay_https_port",
     "glm_vllm_overlay_master_port",
-    "ray_cluster_port",
 )
 STATE_PORT = 8890
+# Ray's workers take ports right above the head's.
+RAY_PORTS = 120
 
 # Tokens of one KV block of this model; a step also decodes a token and its drafts for every running request.
 KV_BLOCK = 4608
@@ -57,6 +58,9 @@ STEP_LIMIT = 8191
 LAYERS = 45
 # The head's host number in every rail; the workers follow.
 FIRST_HOST = 11
+
+
+BOOLEANS = {True: ("true", "on", "yes"), False: ("false", "off", "no")}
 
 
 @dataclass(frozen=True)
@@ -261,9 +265,10 @@ def _type(name: str, value: Any, kind: str, option: Mapping[str, Any]) -> Iterat
         case _:
             if isinstance(value, str):
                 return
-            # YAML reads a bare on, off, yes or no as a boolean.
-            word = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else None
-            if word in option.get("choices", ()):
+            # YAML reads bare words such as off and true as booleans.
+            words = BOOLEANS.get(value, ()) if isinstance(value, bool) else ()
+            word = next((word for word in words if word in option.get("choices", ())), None)
+            if word:
                 yield Problem(name, f"is {shown}, for so YAML reads a bare {word}", f'write "{word}" with quotes')
             else:
                 yield Problem(name, f"is {shown}", "write a text, in quotes where it looks like a number or a boolean")
@@ -324,6 +329,8 @@ def _engine(get: _Effective) -> Iterator[Problem]:
             f"is true with {nodes} nodes, and FlashInfer's tuner deadlocks GB10 pairs",
             "set it to false",
         )
+    if "ray_cluster_enabled" in get.variables:
+        yield get.problem("ray_cluster_enabled", "follows glm_vllm_overlay_executor", "remove it")
     step, seqs = get["glm_vllm_overlay_max_num_batched_tokens"], get["glm_vllm_overlay_max_num_seqs"]
     speculator = get["glm_vllm_overlay_speculator"]
     if step is not None and seqs is not None and speculator is not None:
@@ -342,7 +349,7 @@ def _engine(get: _Effective) -> Iterator[Problem]:
                 f"give a value from {least} to {STEP_LIMIT}",
             )
     kv_bytes = get["glm_vllm_overlay_kv_cache_memory_bytes"]
-    if kv_bytes is not None and kv_bytes != "auto" and (type(kv_bytes) is not int or kv_bytes < 1):
+    if kv_bytes is not None and kv_bytes != "auto" and not _whole(kv_bytes, 1):
         yield get.problem(
             "glm_vllm_overlay_kv_cache_memory_bytes",
             f"is {_show(kv_bytes, {})}",
@@ -414,13 +421,22 @@ def _gateway(get: _Effective) -> Iterator[Problem]:
 
 def _ports(get: _Effective) -> Iterator[Problem]:
     taken = {STATE_PORT: "the state service of the nodes"}
+    ray = get["ray_cluster_port"]
+    if ray is not None:
+        taken |= dict.fromkeys(range(ray, ray + RAY_PORTS + 1), "ray_cluster_port")
     for name in PORTS:
         port = get[name]
         if port is None:
             continue
         if port in taken:
-            yield get.problem(name, f"is {port}, which {taken[port]} uses", "choose another port")
+            yield get.problem(name, f"is {port}, a port of {taken[port]}", "choose another")
         taken[port] = name
+    if ray is not None and STATE_PORT in range(ray, ray + RAY_PORTS + 1):
+        yield get.problem(
+            "ray_cluster_port",
+            f"is {ray}, and the {RAY_PORTS} ports above it hold {STATE_PORT} of the state service of the nodes",
+            "choose another",
+        )
 
 
 def _extra_args(get: _Effective, refuse: Callable[[str, Any], str]) -> Iterator[str]:
@@ -461,7 +477,7 @@ def _source(get: _Effective, name: str, member: str, source: Mapping[str, Any]) 
 
 def _rails(get: _Effective, inventory: Inventory) -> Iterator[Problem]:
     mtu = get["cx7_network_mtu"]
-    if mtu is not None and mtu != "auto" and not (type(mtu) is int and 1280 <= mtu <= 9978):
+    if mtu is not None and mtu != "auto" and not _whole(mtu, 1280, 9978):
         yield get.problem(
             "cx7_network_mtu", f"is {_show(mtu, {})}", "write auto, or bytes from 1280 to 9978 without quotes"
         )
@@ -564,6 +580,11 @@ def _show(value: Any, option: Mapping[str, Any]) -> str:
     if isinstance(value, (list, tuple)):
         return "a list"
     return f"the number {value}"
+
+
+def _whole(value: Any, least: int, most: float = float("inf")) -> bool:
+    # isinstance, since Ansible's own numbers are subclasses of int.
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _number(value: float) -> str:

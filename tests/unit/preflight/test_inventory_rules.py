@@ -72,6 +72,10 @@ BROKEN = {
         {"glm_vllm_overlay_http": False},
         'glm_vllm_overlay_http is false, for so YAML reads a bare off: write "off" with quotes.',
     ),
+    "bare_true": (
+        {"cuda_sm121_headless": True},
+        'cuda_sm121_headless is true, for so YAML reads a bare true: write "true" with quotes.',
+    ),
     "text_for_a_list": (
         {"glm_vllm_overlay_allowed_networks": "10.0.0.0/8"},
         'glm_vllm_overlay_allowed_networks is the text "10.0.0.0/8": write a list.',
@@ -178,6 +182,10 @@ BROKEN = {
         'glm_vllm_overlay_kv_cache_memory_bytes is the text "11GiB": '
         "write auto, or the bytes as a whole number without quotes.",
     ),
+    "no_kv_bytes": (
+        {"glm_vllm_overlay_kv_cache_memory_bytes": True},
+        "glm_vllm_overlay_kv_cache_memory_bytes is true: write auto, or the bytes as a whole number without quotes.",
+    ),
     "nothing_listens": (
         {"glm_vllm_overlay_http": "off"},
         "glm_vllm_overlay_http is off and glm_vllm_overlay_tls_cert is empty, so nothing would listen: "
@@ -207,11 +215,23 @@ BROKEN = {
     ),
     "one_port_twice": (
         {"glm_vllm_overlay_https_port": 8888},
-        "glm_vllm_overlay_https_port is 8888, which glm_vllm_overlay_api_port uses: choose another port.",
+        "glm_vllm_overlay_https_port is 8888, a port of glm_vllm_overlay_api_port: choose another.",
     ),
     "port_of_the_state_service": (
         {"glm_vllm_overlay_api_port": 8890},
-        "glm_vllm_overlay_api_port is 8890, which the state service of the nodes uses: choose another port.",
+        "glm_vllm_overlay_api_port is 8890, a port of the state service of the nodes: choose another.",
+    ),
+    "port_among_rays": (
+        {"ray_cluster_port": 8800},
+        [
+            "glm_vllm_overlay_api_port is 8888, a port of ray_cluster_port: choose another.",
+            "ray_cluster_port is 8800, and the 120 ports above it hold 8890 of the state service of the nodes: "
+            "choose another.",
+        ],
+    ),
+    "ray_by_hand": (
+        {"ray_cluster_enabled": True},
+        "ray_cluster_enabled follows glm_vllm_overlay_executor: remove it.",
     ),
     "false_in_extra_args": (
         {"glm_vllm_overlay_extra_args": {"enable-prefix-caching": False}},
@@ -284,7 +304,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_variable(problems, name):
     changes, sentence = BROKEN[name]
-    assert problems(**changes) == [sentence]
+    assert problems(**changes) == (sentence if isinstance(sentence, list) else [sentence])
 
 
 GROUPINGS = {
@@ -332,6 +352,13 @@ def test_a_value_of_one_host_names_the_host(problems):
     assert problems(hosts={"spark-b": {"cx7_network_min_gbps": "80"}}) == [
         'cx7_network_min_gbps is the text "80" on spark-b: write a whole number without quotes.'
     ]
+
+
+def test_numbers_as_ansible_reads_them_are_numbers(problems):
+    class Tagged(int):
+        pass
+
+    assert problems(glm_vllm_overlay_kv_cache_memory_bytes=Tagged(2**30), cx7_network_mtu=Tagged(9000)) == []
 
 
 def test_hosts_that_differ(problems):
