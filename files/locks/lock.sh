@@ -25,3 +25,8 @@ resolve build.in build-x86_64.txt x86_64-manylinux_2_31 --no-deps <<'TEXT'
 # For compiling the kernels and reading the pinned engine's Python on an x86-64 machine without a GPU; nothing here is
 # installed on a node and no dependency is followed. Made by files/locks/lock.sh from build.in.
 TEXT
+
+resolve hub.in hub.txt aarch64-manylinux_2_39 <<'TEXT'
+# The tool that asks the model hub, on the head of a real pair, in an environment of its own. Made by files/locks/lock.sh
+# from hub.in.
+TEXT

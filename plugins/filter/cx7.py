@@ -187,6 +187,17 @@ def management_of(name: str, facts: dict[str, dict[str, Any]], management: dict[
         return facts[name]["management"]
 
 
+def cx7_fabric(mine: dict[str, Any], rdma: str) -> dict[str, Any]:
+    """Content of fabric.json from one node's part of the plan: addresses, never interface names."""
+    return {
+        "schema": 1,
+        "rdma": rdma,
+        "rails": [{key: rail[key] for key in ("address", "prefix", "peer", "mtu")} for rail in mine["rails"]],
+        "peer": mine["peer"],
+        "peer_management": mine["peer_management"],
+    }
+
+
 def cx7_hosts(text: str, plan: dict[str, dict[str, Any]], hostname: str, name: str) -> str:
     """New text of /etc/hosts: our block with the fabric names, and no loopback line for the own host name.
 
@@ -222,4 +233,9 @@ class FilterModule:
     """Filters of the fabric plan."""
 
     def filters(self) -> dict[str, Any]:
-        return {"cx7_plan": cx7_plan, "cx7_hosts": cx7_hosts, "cx7_subnets": cx7_subnets}
+        return {
+            "cx7_fabric": cx7_fabric,
+            "cx7_hosts": cx7_hosts,
+            "cx7_plan": cx7_plan,
+            "cx7_subnets": cx7_subnets,
+        }

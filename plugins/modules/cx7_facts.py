@@ -1,4 +1,3 @@
-#!/usr/bin/python
 # SPDX-License-Identifier: Apache-2.0
 """Find the ConnectX-7 ports of a DGX Spark and say which of them are cabled."""
 

@@ -1,4 +1,3 @@
-#!/usr/bin/python
 # SPDX-License-Identifier: Apache-2.0
 """Write our netplan file and bring its interfaces, and no other, to what it says."""
 

@@ -1,4 +1,3 @@
-#!/usr/bin/python
 # SPDX-License-Identifier: Apache-2.0
 """Prove that both rails carry full-size frames to the peer."""
 
@@ -43,7 +42,8 @@ rails:
 """
 
 import re
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 

@@ -1,4 +1,3 @@
-#!/usr/bin/python
 # SPDX-License-Identifier: Apache-2.0
 """Serve one model folder to the peer for the time of a transfer."""
 

@@ -1,4 +1,3 @@
-#!/usr/bin/python
 # SPDX-License-Identifier: Apache-2.0
 """Choose the first usable source of a model and list its files."""
 
@@ -123,7 +122,7 @@ def from_hub(source: dict[str, Any], token: str) -> Files:
     files: Files = {}
     for entry in info.siblings or []:
         if not entry.rfilename.startswith("."):
-            sha256 = entry.lfs["sha256"] if entry.lfs else None
+            sha256 = entry.lfs.sha256 if entry.lfs else None
             files[entry.rfilename] = {"size": entry.size, "sha256": sha256, "blob": None if sha256 else entry.blob_id}
     if "config.json" not in files:
         raise Unusable(f"{source['repo']}@{source['revision'][:8]} holds no config.json.")

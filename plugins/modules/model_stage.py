@@ -1,4 +1,3 @@
-#!/usr/bin/python
 # SPDX-License-Identifier: Apache-2.0
 """Bring a model's files from its source to the head and write down what they must be."""
 

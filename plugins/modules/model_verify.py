@@ -1,4 +1,3 @@
-#!/usr/bin/python
 # SPDX-License-Identifier: Apache-2.0
 """Compare every byte of a model with its manifest, and say so in a flag file."""
 
