@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -174,14 +175,33 @@ def test_serve_yaml_is_what_vllm_reads(rendered):
         assert "api-key" not in options
 
 
-def test_the_pinned_parser_accepts_serve_yaml(rendered):
+# vLLM imports the registry's torchvision, whose compiled half needs CUDA; its operators are declared first.
+CHECK = """
+import json, sys
+from pathlib import Path
+from glm_vllm_twin import torchvision_ops
+torchvision_ops.declare()
+from glm_vllm_overlay.node import check_config
+import vllm
+found = [check_config.compare(check_config.read_config(Path(file))) for file in sys.argv[1:]]
+print(json.dumps([vllm.__file__, *found]))
+"""
+
+
+def test_the_pinned_parser_accepts_serve_yaml(rendered, tmp_path):
     python, vllm = REPOSITORY / ".venv-engine/bin/python", REPOSITORY / ".cache/vllm-0.33.0"
-    if not (python.exists() and vllm.exists()):
-        missing("no .cache/vllm-0.33.0: run make setup")
-    paths = [vllm, REPOSITORY / "files/overlay/src"]
-    for name in EXECUTORS:
-        run(
-            python,
-            *("-m", "glm_vllm_overlay", "check-config", rendered / name / "spark-a/etc/glm-vllm/serve.yaml"),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-        )
+    if not (python.exists() and (vllm / "vllm").exists()):
+        missing("no .venv-engine or no .cache/vllm-0.33.0: run make setup")
+    said = subprocess.run(
+        [python, "-c", CHECK, *(rendered / name / "spark-a/etc/glm-vllm/serve.yaml" for name in EXECUTORS)],
+        env=os.environ
+        | {"PYTHONPATH": f"{vllm}:{REPOSITORY}/files/overlay/src", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert said.returncode == 0, said.stderr[-3000:]
+    module, *found = json.loads(said.stdout.splitlines()[-1])
+    assert module.startswith(str(vllm)), "another vLLM was asked"
+    assert found == [[] for _ in EXECUTORS]
