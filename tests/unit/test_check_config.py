@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from glm_vllm_overlay import cli
 from glm_vllm_overlay.node import check_config
 

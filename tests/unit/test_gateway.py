@@ -19,7 +19,6 @@ from pathlib import Path
 import jinja2
 import pytest
 import yaml
-
 from glm_vllm_overlay.node.keys import Store, add
 from glm_vllm_overlay.node.paths import Paths
 
@@ -274,7 +273,7 @@ def test_engine_away_is_503_with_retry_after(tmp_path, socket_left):
 
 
 def test_networks_outside_stay_out(tmp_path):
-    """An address in no allowed network gets 403 even with a key; one in a public network reads counters with a key only."""
+    """An address in no allowed network gets 403 even with a key; one in a public network needs it for counters."""
     add(Store(Paths(tmp_path)), "laptop", KEY)
     port = free_port()
     site = render(glm_vllm_overlay_api_port=port, glm_vllm_overlay_http="loopback")

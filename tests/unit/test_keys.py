@@ -9,7 +9,6 @@ import stat
 import threading
 
 import pytest
-
 from glm_vllm_overlay import cli
 from glm_vllm_overlay.node import keys
 from glm_vllm_overlay.node.paths import Paths

@@ -173,8 +173,8 @@ def test_values_survive_yaml():
 def test_through_ansible_itself():
     """Ansible's own tagged and lazy types render like plain ones."""
     expression = (
-        "{{ dict(names | zip(query('ansible.builtin.vars', *names))) | serve_config(model='/m', master_addr='192.0.2.1') "
-        "| serve_yaml }}"
+        "{{ dict(names | zip(query('ansible.builtin.vars', *names))) | "
+        "serve_config(model='/m', master_addr='192.0.2.1') | serve_yaml }}"
     )
     run = subprocess.run(
         [Path(sys.executable).with_name("ansible"), "localhost", "-c", "local", "-i", "localhost,", "-o"]

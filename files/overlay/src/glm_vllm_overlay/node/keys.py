@@ -167,7 +167,7 @@ def act(args: argparse.Namespace, store: Store) -> tuple[dict, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`glm-vllm key`: exit 0 when done, 1 for a name that is taken or unknown or a failed reload, 2 for unusable input."""
+    """`glm-vllm key`: exit 0 when done, 1 for a taken or unknown name or a failed reload, 2 for unusable input."""
     if os.geteuid() != 0:
         raise Unusable(f"the API keys belong to root: run `sudo glm-vllm key {args.action}`")
     store = Store(node_paths.current())
