@@ -239,7 +239,7 @@ class Probe:
         )
         if made <= 0:
             raise Failed(
-                f"speculator {wanted} is deployed and drafted nothing: mend GLM_SPECULATOR in `systemctl edit glm-vllm-head`, "
+                f"speculator {wanted} is deployed and drafted nothing: mend `systemctl edit glm-vllm-head`, "
                 "or run playbooks/serve.yml"
             )
         self.measured |= {"drafted": int(made), "accepted": int(taken), "acceptance": round(taken / made, 3)}
