@@ -1,0 +1,124 @@
+# `make help` lists the targets. Those that switch the twin on need root and go through sudo by themselves.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+BED := twin/twin.sh
+export TWIN_STATE ?= /var/tmp/glm-twin
+export TWIN_CACHE ?= /var/tmp/glm-twin
+# No colours and boxes where no terminal is
+ifeq ($(shell test -t 1 && echo yes),)
+export NO_COLOR := 1
+export ANSIBLE_NOCOLOR := 1
+export PY_COLORS := 0
+endif
+# Our own tools first: ansible-lint and molecule look for ansible-playbook on PATH
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+PYTEST := python -m pytest
+SCENARIOS = $(filter-out shared pair faults,$(notdir $(patsubst %/molecule.yml,%,$(wildcard molecule/*/molecule.yml))))
+have = $(wildcard $(1))
+
+.PHONY: help
+help: ## this list
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r t d; do printf '  %-12s %s\n' "$$t" "$$d"; done
+
+# ---- everything below needs root ------------------------------------------------------------------------------------
+ifneq ($(shell id -u),0)
+AS_ROOT := setup wheelhouse demo lint docs test test-lint test-unit test-overlay test-roles test-pair test-full test-faults molecule clean distclean
+.PHONY: $(AS_ROOT)
+$(AS_ROOT):
+	@command -v sudo >/dev/null || { echo "make $@ needs root (it makes namespaces and mounts) and there is no sudo here: run it as root."; exit 1; }
+	@sudo --preserve-env=TWIN_STATE,TWIN_CACHE,TWIN_PREFIX,TWIN_NET $(MAKE) $@ $(if $(ROLE),ROLE=$(ROLE)) $(if $(FAULT),FAULT=$(FAULT)) $(if $(N),N=$(N))
+else
+
+.PHONY: setup
+setup: ## tools, environments and wheels; looked at only, when they are there
+	@for part in packages controller wheelhouse engine; do twin/setup.sh $$part; done
+	@$(BED) ready
+
+.PHONY: wheelhouse
+wheelhouse: ## the wheels that the nodes install from
+	@twin/setup.sh wheelhouse
+
+.PHONY: demo
+demo: setup ## both machines from nothing to an answer
+	@$(BED) own 'make demo' python twin/demo.py
+
+.PHONY: lint
+lint: test-lint ## ruff, yamllint, ansible-lint, bash -n
+
+.PHONY: docs
+docs: setup ## the variable tables of the roles' READMEs, from their argument specs
+	@python tools/argument_docs.py
+
+# ---- tests, cheap ones first ----------------------------------------------------------------------------------------
+.PHONY: test
+test: ## all that a change has to pass: 25 minutes on two cores
+	@$(MAKE) test-lint
+	@$(MAKE) test-unit
+	@$(MAKE) test-overlay
+	@$(MAKE) test-roles
+	@$(MAKE) test-pair
+
+.PHONY: test-lint
+test-lint: setup
+	@echo "== lint"
+	@ruff check .
+	@ruff format --check .
+	@yamllint --strict .
+	@bash -n $(BED) twin/setup.sh .ci/run && sh -n twin/standins.sh
+	@python tools/argument_docs.py --check
+	@ansible-lint --offline -q
+
+.PHONY: test-unit
+test-unit: setup ## seconds: plugins, modules, the node program, renderings
+	@echo "== tests/unit, tests/golden"
+	@$(PYTEST) $(call have,tests/unit tests/golden)
+
+.PHONY: test-overlay
+test-overlay: setup ## the engine's numerics, on the CPU
+	@echo "== tests/overlay"
+	@.venv-engine/bin/$(PYTEST) tests/overlay
+
+.PHONY: test-roles
+test-roles: setup ## one scenario a role, on bare nodes
+	@for role in $(SCENARIOS); do $(MAKE) molecule ROLE=$$role; done
+
+.PHONY: molecule
+molecule: setup ## ROLE=name: that role's scenario
+	@test -n "$(ROLE)" && test -d "molecule/$(ROLE)" || { echo "make molecule ROLE=name, where name is one of: $(SCENARIOS)"; exit 2; }
+	@echo "== molecule $(ROLE)"
+	@molecule test --scenario-name $(ROLE) </dev/null
+
+.PHONY: test-pair
+test-pair: setup ## the whole site on the twin, converged once
+	@echo "== tests/pair"
+	@$(BED) own 'make test' $(MAKE) run-pair MARK='not full'
+
+.PHONY: test-full
+test-full: ## test, with both executors and every scenario
+	@$(MAKE) test-lint test-unit test-overlay test-roles
+	@echo "== tests/pair"
+	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full'
+
+.PHONY: run-pair
+run-pair:
+	@$(BED) clean; trap '$(BED) clean' EXIT; $(PYTEST) tests/pair -m "$(MARK)"
+
+.PHONY: test-faults
+test-faults: setup ## FAULT=name N=trials: break the pair again and again, a line a trial
+	@$(BED) own 'make test-faults' $(PYTEST) tests/faults $(if $(FAULT),-k "$(FAULT)") --trials=$(or $(N),1)
+
+# ---- away with it ---------------------------------------------------------------------------------------------------
+.PHONY: clean
+clean: ## the twin's machines; the caches stay
+	@$(BED) clean
+	@for role in $(SCENARIOS); do TWIN_PREFIX=$$role TWIN_STATE=/var/tmp/glm-molecule/$$role $(BED) clean; done
+
+.PHONY: distclean
+distclean: clean ## the caches and environments too
+	@rm -rf "$(TWIN_STATE)" "$(TWIN_CACHE)" /var/tmp/glm-molecule .venv .venv-engine .cache
+	@echo "The Debian packages that setup installed stay: $$(sed -nE 's/^(PACKAGES|CHECKERS)=\(([^)]*)\).*/\2/p' twin/setup.sh | xargs)"
+
+endif
