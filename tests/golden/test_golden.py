@@ -148,7 +148,7 @@ def test_nft_accepts_the_firewall(rendered, host):
 
 
 def test_nginx_accepts_the_gateway(rendered, tmp_path):
-    site = (rendered / "sparks/spark-a/etc/nginx/sites-available/glm-vllm").read_text()
+    site = (rendered / "sparks/spark-a/etc/nginx/conf.d/glm-vllm.conf").read_text()
     (tmp_path / "keys.map").write_text(f'"~^{"0" * 64}$" "me";\n')  # as `glm-vllm key` writes it
     site = site.replace("/etc/nginx/glm-vllm", str(tmp_path)).replace("/var/log/nginx", str(tmp_path))
     # A port below the one of the file: `nginx -t` binds it, and a served pair may run on this machine.
