@@ -24,41 +24,40 @@ short_description: Record what is about to be added or replaced, and undo it
 description:
   - Run it before the change. It notes how the thing was before, in one JSON file for all roles.
   - The first record of a kind and name wins, so a second run, or a second role, changes nothing.
-  - With O(state=absent) a file, symlink or dir is put back as the record says. For every kind the record is then dropped.
-  - The kinds file, dir and symlink are captured and undone here. The state before of package, hold, unit, user and sysctl
-    is captured here and undone by C(playbooks/uninstall.yml) with the builtin modules. Kinds swap, hosts and firewall
-    carry what the caller gives in O(data).
+  - With O(state=absent) a file, symlink or dir is put back as the record says. The record of any kind is then dropped.
+  - The kinds file, dir and symlink are captured and undone here. How package, hold, unit, user and sysctl were before is
+    captured here too, and undone by C(playbooks/uninstall.yml) with the builtin modules. Kinds hosts and firewall carry
+    what the caller gives in O(data); kind swap names an area that was in use.
 options:
   role:
     description: Role that makes the change. Needed with O(state=present).
     type: str
   kind:
-    description: What it is.
+    description: What it is. Needed but with O(state=listed).
     type: str
-    required: true
     choices: [file, dir, package, hold, unit, user, swap, sysctl, hosts, firewall, symlink]
   name:
-    description: Names of the things. An absolute path for file, dir, symlink and hosts, else a name as its tool spells it.
+    description: Names of the things. An absolute path for file, dir, symlink and hosts, else as its tool spells it.
     type: list
     elements: str
-    required: true
+    default: []
   backup:
     description: Keep a copy of a file that exists. Without it uninstall leaves such a file as it finds it.
     type: bool
     default: false
   data:
     description: >-
-      What uninstall needs besides. C(swap) C({active, unit}), C(hosts) C({marker}) of the blockinfile task,
-      C(firewall) C({table}), for instance C(inet glm_vllm).
+      What uninstall needs besides. C(hosts) C({marker}) of the blockinfile task, C(firewall)
+      C({table}), for instance C(inet glm_vllm).
     type: dict
     default: {}
   state:
-    description: Whether the record exists.
+    description: Whether the records exist. V(listed) changes nothing and returns all.
     type: str
-    choices: [present, absent]
+    choices: [present, absent, listed]
     default: present
   keep:
-    description: Paths that O(state=absent) leaves alone, with everything below them. A dir that holds one keeps its record.
+    description: Paths that O(state=absent) leaves alone, with all that is below. A dir that holds one keeps its record.
     type: list
     elements: path
     default: []
@@ -92,15 +91,21 @@ EXAMPLES = r"""
 
 RETURN = r"""
 records:
-  description: The records of the names asked for, as they stand now (or would stand, in check mode).
-  returned: always
+  description: The records of the names asked for, as they stand now (in check mode, as they would stand).
+  returned: with O(state=present)
   type: list
   elements: dict
   sample: [{role: cuda-sm121, kind: file, name: /etc/fstab, when: "2026-09-30T10:00:00+00:00", data: {},
-            before: {exists: true, mode: "0644", owner: root, group: root, sha256: "...", backup: /var/lib/glm-vllm/backup/etc/fstab}}]
+            before: {exists: true, mode: "0644", owner: root, group: root, sha256: "...",
+                     backup: /var/lib/glm-vllm/backup/etc/fstab}}]
+kinds:
+  description: Every record of the node by kind, newest first; a kind without one is an empty list.
+  returned: with O(state=listed)
+  type: dict
 """
 
 PATH_KINDS = ("file", "dir", "symlink")
+KINDS = (*PATH_KINDS, "package", "hold", "unit", "user", "swap", "sysctl", "hosts", "firewall")
 Record = dict[str, Any]
 
 
@@ -137,8 +142,10 @@ class Footprint:
         if self.path.exists():
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content.get("schema") != 1:
-                raise ValueError(f"{self.path} has schema {content.get('schema')!r}, this version reads 1: "
-                                 "uninstall with the version that wrote it")
+                raise ValueError(
+                    f"{self.path} has schema {content.get('schema')!r}, this version reads 1: "
+                    "uninstall with the version that wrote it"
+                )
             self.records = content["records"]
 
     def find(self, kind: str, name: str) -> Record | None:
@@ -147,9 +154,12 @@ class Footprint:
     def add(self, role: str, kind: str, name: str, backup: bool, data: dict[str, Any], write: bool) -> Record:
         """Append the record of one thing as it is now. With ``write`` false only say what the record would be."""
         record: Record = {
-            "role": role, "kind": kind, "name": name,
+            "role": role,
+            "kind": kind,
+            "name": name,
             "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "data": data, "before": before(kind, name),
+            "data": data,
+            "before": before(kind, name),
         }
         if backup and record["before"].get("sha256"):
             copy = self.backup / name.lstrip("/")
@@ -183,7 +193,10 @@ def before(kind: str, name: str) -> dict[str, Any]:
     if kind == "hold":
         return {"selection": _run("dpkg-query", "-W", "-f", "${db:Status-Want}", name) or "unknown"}
     if kind == "unit":
-        return {"enabled": _run("systemctl", "is-enabled", name) or "not-found", "active": _run("systemctl", "is-active", name)}
+        return {
+            "enabled": _run("systemctl", "is-enabled", name) or "not-found",
+            "active": _run("systemctl", "is-active", name),
+        }
     if kind == "user":
         return {"exists": any(user.pw_name == name for user in pwd.getpwall())}
     if kind == "sysctl":
@@ -198,8 +211,12 @@ def _before_path(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"exists": False}
     status = path.stat()
-    state: dict[str, Any] = {"exists": True, "mode": f"{status.st_mode & 0o7777:04o}", "owner": _owner(status.st_uid),
-                             "group": _group(status.st_gid)}
+    state: dict[str, Any] = {
+        "exists": True,
+        "mode": f"{status.st_mode & 0o7777:04o}",
+        "owner": _owner(status.st_uid),
+        "group": _group(status.st_gid),
+    }
     if path.is_file():
         state["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return state
@@ -280,6 +297,11 @@ def apply(params: dict[str, Any], check: bool) -> dict[str, Any]:
     """Do what the parameters ask. :returns: result for `exit_json`, with a diff of one line a record."""
     root = Path(params["root"])
     footprint = Footprint(root)
+    if params["state"] == "listed":
+        return {
+            "changed": False,
+            "kinds": {kind: [r for r in footprint.records[::-1] if r["kind"] == kind] for kind in KINDS},
+        }
     lines_before, lines_after, records, changed = [], [], [], False
     if params["state"] == "present" and not root.exists():
         # the folder itself is the first thing that we add
@@ -291,7 +313,9 @@ def apply(params: dict[str, Any], check: bool) -> dict[str, Any]:
         line = f"{params['kind']} {name}\n"
         if params["state"] == "present":
             if record is None:
-                record = footprint.add(params["role"], params["kind"], name, params["backup"], params["data"], not check)
+                record = footprint.add(
+                    params["role"], params["kind"], name, params["backup"], params["data"], not check
+                )
                 lines_after.append(line)
                 changed = True
             records.append(record)
@@ -307,30 +331,38 @@ def apply(params: dict[str, Any], check: bool) -> dict[str, Any]:
                 lines_before.append(line)
     if changed and not check:
         footprint.save()
-    return {"changed": changed, "records": records,
-            "diff": {"before": "".join(lines_before), "after": "".join(lines_after),
-                     "before_header": "recorded", "after_header": "recorded"}}
+    return {
+        "changed": changed,
+        "records": records,
+        "diff": {
+            "before": "".join(lines_before),
+            "after": "".join(lines_after),
+            "before_header": "recorded",
+            "after_header": "recorded",
+        },
+    }
 
 
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "role": {"type": "str"},
-            "kind": {"type": "str", "required": True,
-                     "choices": ["file", "dir", "package", "hold", "unit", "user", "swap", "sysctl", "hosts", "firewall", "symlink"]},
-            "name": {"type": "list", "elements": "str", "required": True},
+            "kind": {"type": "str", "choices": list(KINDS)},
+            "name": {"type": "list", "elements": "str", "default": []},
             "backup": {"type": "bool", "default": False},
             "data": {"type": "dict", "default": {}},
-            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+            "state": {"type": "str", "choices": ["present", "absent", "listed"], "default": "present"},
             "keep": {"type": "list", "elements": "path", "default": []},
             "root": {"type": "path", "default": "/var/lib/glm-vllm"},
         },
-        required_if=[("state", "present", ["role"])],
+        required_if=[("state", "present", ["role", "kind"]), ("state", "absent", ["kind"])],
         supports_check_mode=True,
     )
     for name in module.params["name"]:
         if module.params["kind"] in (*PATH_KINDS, "hosts") and not name.startswith("/"):
-            module.fail_json(msg=f"footprint: {module.params['kind']} {name!r} is not an absolute path: give the whole path.")
+            module.fail_json(
+                msg=f"footprint: {module.params['kind']} {name!r} is not an absolute path: give the whole path."
+            )
     try:
         module.exit_json(**apply(module.params, module.check_mode))
     except (OSError, ValueError, KeyError) as error:

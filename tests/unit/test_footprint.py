@@ -23,8 +23,17 @@ def root(tmp_path: Path) -> Path:
 
 
 def run(root: Path, kind: str, *names: Any, check: bool = False, **more: Any) -> dict[str, Any]:
-    params = {"role": "test", "kind": kind, "name": [str(n) for n in names], "backup": False, "data": {}, "state": "present",
-              "keep": [], "root": str(root), **more}
+    params = {
+        "role": "test",
+        "kind": kind,
+        "name": [str(n) for n in names],
+        "backup": False,
+        "data": {},
+        "state": "present",
+        "keep": [],
+        "root": str(root),
+        **more,
+    }
     return footprint.apply(params, check)
 
 
@@ -154,3 +163,11 @@ def test_foreign_schema_is_refused(root: Path) -> None:
     (root / "footprint.json").write_text('{"schema": 2, "records": []}')
     with pytest.raises(ValueError, match="schema 2"):
         run(root, "file", "/x")
+
+
+def test_listed_is_newest_first_and_works_before_there_is_anything(root: Path, tmp_path: Path) -> None:
+    assert run(root, "file", state="listed")["kinds"]["package"] == []
+    run(root, "file", tmp_path / "a", tmp_path / "b")
+    kinds = run(root, "file", state="listed")["kinds"]
+    assert [Path(r["name"]).name for r in kinds["file"]] == ["b", "a"]
+    assert [r["name"] for r in kinds["dir"]] == [str(root)]
