@@ -1,0 +1,42 @@
+"""vLLM's CPU build taught to serve the GLM-5.3-Flash architecture: two entry points, called by vLLM itself.
+
+This distribution belongs on the twin's machines only. On a machine with a GPU both entry points do nothing.
+"""
+
+import os
+
+from glm_vllm_twin import host
+
+PLATFORM = "glm_vllm_twin.platform.TwinPlatform"
+MODELS = {
+    "Glm5NextForConditionalGeneration": "Glm5NextForConditionalGeneration",
+    "Glm5NextForCausalLM": "Glm5NextForCausalLM",
+    "Glm5NextMTPModel": "Glm5NextMTP",
+}
+
+
+def platform() -> str | None:
+    """Entry point `vllm.platform_plugins`: the platform class's name, or None on any machine that is not a twin."""
+    if not host.is_twin():
+        return None
+    from glm_vllm_twin import torchvision_ops
+
+    torchvision_ops.declare()
+    # The plain-torch path has nothing to compile, and tracing it costs seconds at start. Child processes inherit this.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return PLATFORM
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: make vLLM load the architecture's classes with the plain-torch operators.
+
+    Raises:
+        RuntimeError: the installed vLLM is a CPU build of another version than this package was written for.
+    """
+    if not host.is_twin():
+        return
+    host.require_pinned_vllm()
+    from vllm import ModelRegistry
+
+    for architecture, name in MODELS.items():
+        ModelRegistry.register_model(architecture, f"glm_vllm_twin.model:{name}")
