@@ -25,7 +25,7 @@ help: ## this list
 
 # ---- everything below needs root ------------------------------------------------------------------------------------
 ifneq ($(shell id -u),0)
-AS_ROOT := setup wheelhouse demo lint docs test test-lint test-unit test-overlay test-roles test-pair test-full test-faults molecule clean distclean
+AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-pair test-full test-faults molecule clean distclean
 .PHONY: $(AS_ROOT)
 $(AS_ROOT):
 	@command -v sudo >/dev/null || { echo "make $@ needs root (it makes namespaces and mounts) and there is no sudo here: run it as root."; exit 1; }
@@ -51,6 +51,10 @@ lint: test-lint ## ruff, yamllint, ansible-lint, bash -n
 .PHONY: docs
 docs: setup ## the variable tables of the roles' READMEs, from their argument specs
 	@python tools/argument_docs.py
+
+.PHONY: golden
+golden: setup ## tests/golden, from what the roles render now
+	@GOLDEN_UPDATE=1 $(PYTEST) tests/golden -k renders_what_is_committed
 
 # ---- tests, cheap ones first ----------------------------------------------------------------------------------------
 .PHONY: test
