@@ -112,7 +112,7 @@ def resolve_rail(rail: Rail, fabric: Fabric, found: list[dict], paths: Paths) ->
         entry for entry in found if any(info.get("local") == rail.address for info in entry.get("addr_info", []))
     ]
     if not holders:
-        rail.problem = f"{rail.title}: no interface has this address; run playbooks/network.yml"
+        rail.problem = f"{rail.title}: no interface has this address; check the cable to {fabric.peer}, then run playbooks/network.yml"
         return
     if len(holders) > 1:
         names = " and ".join(entry["ifname"] for entry in holders)

@@ -179,7 +179,8 @@ def not_ready(peer: dict, invocation: str) -> str:
     session, name, unit = peer["session"], peer["node"], peer["unit"]["name"]
     if peer["phase"] in ("stopped", "failed"):
         ended = f" ({peer['unit']['outcome']})" if peer["unit"]["outcome"] else ""
-        return f"{unit} on {name} is {peer['phase']}{ended}: start it there with `systemctl start {unit}`"
+        how = "has failed" if peer["phase"] == "failed" else "is stopped"
+        return f"{unit} on {name} {how}{ended}: start it there with `systemctl start {unit}`"
     if not session["ready"]:
         return f"{name} is not at the gate yet: {session['says'] or 'its ' + unit + ' is ' + peer['phase']}"
     if session["peer"] not in (None, invocation):

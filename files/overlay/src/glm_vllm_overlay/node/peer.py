@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 from dataclasses import dataclass
@@ -33,12 +34,14 @@ def ask_peer(fabric: Fabric, timeout: float = 5.0) -> dict:
                 document = json.loads(body)
                 if document.get("schema") == 1:
                     return document
-                reasons.append(f"{rail.peer} speaks another schema: run site.yml for both nodes")
+                reasons.append(f"{rail.peer} speaks another schema")
             else:
-                message = body.decode(errors="replace").strip()
-                reasons.append(f"{rail.peer} answers {response.status}: {message}")
+                reasons.append(f"{rail.peer} says {response.status} {body.decode(errors='replace').strip()}")
         except (OSError, ValueError, http.client.HTTPException) as error:
-            reasons.append(f"{rail.peer} port {PORT}: {error}")
+            if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+                reasons.append(f"this node lacks {rail.address}")
+            else:
+                reasons.append(f"{rail.peer} port {PORT}: {getattr(error, 'strerror', None) or error}")
         finally:
             connection.close()
     raise Silent("; ".join(reasons))
@@ -59,16 +62,16 @@ class Bond:
         name = self.fabric.peer
         try:
             document = ask_peer(self.fabric)
-        except Silent as error:
+        except Silent:
             self.phase = ""
             self.silent_since = clock if self.silent_since is None else self.silent_since
             if clock - self.silent_since < SILENCE_GRACE:
                 return ""
-            return f"{name} has not answered for {SILENCE_GRACE:.0f} s ({error}): back to the gate to wait for it"
+            return f"{name} has not answered on the fabric for {SILENCE_GRACE:.0f} s: back to the gate to wait for it"
         self.silent_since = None
         self.phase, unit = document["phase"], document["unit"]["name"]
         if self.phase in ("stopped", "failed"):
-            broken = f"{unit} on {name} is {self.phase}: back to the gate to wait for it"
+            broken = f"{unit} on {name} {'has failed' if self.phase == 'failed' else 'is stopped'}: back to the gate to wait for it"
         elif document["session"]["id"] != self.session_id:
             broken = f"{unit} on {name} was started anew: back to the gate to start together with it"
         else:

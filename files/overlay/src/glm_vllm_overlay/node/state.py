@@ -107,8 +107,10 @@ def own(paths: Paths, node: Node | None = None) -> dict:
     engine, gate = shown[node.unit], shown[node.gate_unit]
     deployment = read_json_if_there(paths.deployment)
     session = read_json_if_there(paths.session)
-    at_gate = bool(session) and session.get("id") == gate.get("InvocationID")
-    given = session.get("environment", {}) if at_gate else units.environment(engine)
+    # systemd remembers the invocation of a unit that has ended; its session has ended too.
+    alive = gate.get("ActiveState") in ("activating", "active") and gate.get("SubState") != "auto-restart"
+    met = alive and session.get("id") == gate.get("InvocationID")
+    given = session.get("environment", {}) if met else units.environment(engine)
     model = deployment.get("model")
     return {
         "schema": 1,
@@ -135,9 +137,9 @@ def own(paths: Paths, node: Node | None = None) -> dict:
         # What the gates agree on: `id` names this start, `peer` the start of the peer that it belongs with.
         "session": {
             "id": gate.get("InvocationID", ""),
-            "ready": at_gate and bool(session.get("ready")),
-            "peer": session.get("peer") if at_gate else None,
-            "says": session.get("says", "") if at_gate else "",
+            "ready": met and bool(session.get("ready")),
+            "peer": session.get("peer") if met else None,
+            "says": session.get("says", "") if met else "",
         },
         "rank": {"cpu_seconds": cpu_seconds(main_pids(engine, gate), paths.proc)},
         "fabric": {"rails": rails(paths)},

@@ -37,7 +37,7 @@ def rail_text(rail: dict) -> str:
 
 
 def incident_text(incident: dict | None) -> str:
-    """The last incident in a table cell."""
+    """The last incident in one line."""
     if not incident:
         return "none"
     lasted = "not over" if incident["seconds"] is None else f"{incident['seconds']} s"
@@ -47,12 +47,11 @@ def incident_text(incident: dict | None) -> str:
 def column(document: dict) -> dict[str, str]:
     """One node's table cells by row title."""
     if "unreachable" in document:
-        return {"node": document["node"], "phase": f"no answer: {document['unreachable']}"}
+        return {"node": document["node"], "phase": "no answer"}
     memory, environment = document["memory"], document["environment"]
     cells = {
         "node": f"{document['node']} ({document['role']})",
         "phase": document["phase"],
-        "says": document["session"]["says"] if document["phase"] == "gate" else document["unit"]["outcome"],
         "release": document["release"] or "none",
         "model": (document["model"] or "none") + ("" if document["model_verified"] else " NOT VERIFIED"),
         "drafter": document["drafter"] or "none",
@@ -62,8 +61,16 @@ def column(document: dict) -> dict[str, str]:
         "utilisation": environment["GLM_GPU_MEMORY_UTILIZATION"],
         "memory": f"{memory['available'] / GIB:.1f} of {memory['total'] / GIB:.1f} GiB available",
     }
-    cells |= {f"rail {number}": rail_text(rail) for number, rail in enumerate(document["fabric"]["rails"])}
-    return cells | {"last incident": incident_text(document["incident"])}
+    return cells | {f"rail {number}": rail_text(rail) for number, rail in enumerate(document["fabric"]["rails"])}
+
+
+def notes(document: dict) -> list[str]:
+    """What is too long for a cell, one line each."""
+    name = document["node"]
+    if "unreachable" in document:
+        return [f"{name}: no answer ({document['unreachable']})"]
+    says = document["session"]["says"] if document["phase"] == "gate" else document["unit"]["outcome"]
+    return ([f"{name}: {says}"] if says else []) + [f"{name} last incident: {incident_text(document['incident'])}"]
 
 
 def table(documents: list[dict]) -> str:
@@ -94,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         document = {"schema": 1, "ok": serving, "nodes": documents}
         print(json.dumps(document | ({"endpoint": endpoint} if endpoint else {})))
     else:
-        print(table(documents))
+        print(table(documents), "", *(line for document in documents for line in notes(document)), sep="\n")
         if endpoint:
-            print(f"endpoint       {endpoint}")
+            print(f"endpoint: {endpoint}")
     return 0 if serving else 1
