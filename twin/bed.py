@@ -66,7 +66,7 @@ def checkpoint(kind: str) -> Path:
 
 @contextlib.contextmanager
 def controller_network() -> Iterator[None]:
-    """Sockets made inside belong to the controller's namespace of the bed, for as long as they live; this thread only."""
+    """Sockets that this thread makes inside belong to the controller's namespace of the bed, for as long as they live."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{PREFIX}-ctl") as there:
         if libc.setns(there.fileno(), CLONE_NEWNET):
@@ -78,7 +78,7 @@ def controller_network() -> Iterator[None]:
 
 
 class Endpoint(requests.Session):
-    """The pair's API as a client on the controller's network sees it; paths instead of URLs, with the key of the head."""
+    """The pair's API as seen from the controller's network; paths instead of URLs, with the first key of the head."""
 
     def __init__(self, key: str | None = None) -> None:
         super().__init__()

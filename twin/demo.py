@@ -90,6 +90,7 @@ def demo() -> None:
         for name in ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
     )
     current = deployment()
+    body = json.dumps({"model": bed.MODEL, "messages": [{"role": "user", "content": "Hello"}]})
     print(f"""
   nodes       {bed.HEAD} (head), {bed.WORKER} (worker)
   release     {current["release"]}, the same on both
@@ -102,7 +103,7 @@ def demo() -> None:
 
   It keeps running. Ask it yourself:
     twin/twin.sh ctl curl -s {bed.URL}/v1/chat/completions -H 'Authorization: Bearer {bed.api_key()}' \\
-      -H 'Content-Type: application/json' -d '{json.dumps({"model": bed.MODEL, "messages": [{"role": "user", "content": "Hello"}]})}'
+      -H 'Content-Type: application/json' -d '{body}'
   `make clean` takes it away.
 
   {QUESTION}

@@ -44,7 +44,7 @@ class Run:
 
 
 def run_playbook(playbook: str, *arguments: str, timeout: int = 900, **variables: Any) -> Run:
-    """Run a playbook of the repository on the twin; `arguments` go to ansible-playbook, `variables` become extra vars."""
+    """Run a playbook on the twin; `arguments` go to ansible-playbook, `variables` become extra variables."""
     with tempfile.TemporaryDirectory() as private:
         runner = ansible_runner.run(
             private_data_dir=private,
