@@ -66,7 +66,7 @@ def checkpoint(kind: str) -> Path:
 
 @contextlib.contextmanager
 def controller_network() -> Iterator[None]:
-    """Sockets that this thread makes inside belong to the controller's namespace of the bed, for as long as they live."""
+    """Sockets that this thread makes inside belong to the controller's namespace of the bed, for life."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{PREFIX}-ctl") as there:
         if libc.setns(there.fileno(), CLONE_NEWNET):
