@@ -1,4 +1,4 @@
-"""docs/engine.md: every flag and variable of the recipe has a verdict, and each cited line of vLLM says what is claimed."""
+"""docs/engine.md: each flag and variable of the recipe has a verdict, each cited line of vLLM says what is claimed."""
 
 from __future__ import annotations
 
