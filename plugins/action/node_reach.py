@@ -5,6 +5,7 @@ Takes no arguments; run it with ``become: true``. Needs no Python on the node an
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ansible.errors import AnsibleError
@@ -40,6 +41,9 @@ SUDO = (
 
 def sentence(table: tuple[tuple[str, str, str], ...], text: str, **names: str) -> str:
     """The sentence of the first row whose words stand in ``text``. names: host, address, user."""
+    # Where only ssh's own configuration names the user, its refusal does.
+    if login := re.search(r"(\S+?)@\S+: Permission denied", text):
+        names["user"] = login[1]
     what, fix = next(row[1:] for row in table if row[0] in text.lower())
     return f"{names['host']} {what.format(**names)}: {fix.format(**names)}."
 
@@ -57,7 +61,7 @@ class ActionModule(ActionBase):
         names = {
             "host": str(variables["inventory_hostname"]),
             "address": str(variables.get("ansible_host", variables["inventory_hostname"])),
-            "user": str(self._play_context.remote_user or variables.get("ansible_user", "the user")),
+            "user": str(self._play_context.remote_user or variables.get("ansible_user", "this user")),
         }
         result["changed"] = False
         become = self._connection.become

@@ -90,9 +90,9 @@ def test_a_node_that_answers(play, tmp_path):
     ("text", "sentence"),
     [
         (
-            "nvidia@192.0.2.12: Permission denied (publickey).",
-            "spark-b refuses the login of nvidia: "
-            "put your SSH key on it with ssh-copy-id nvidia@192.0.2.12, or correct ansible_user.",
+            "Failed to connect to the host via ssh: ops@192.0.2.12: Permission denied (publickey).",
+            "spark-b refuses the login of ops: "
+            "put your SSH key on it with ssh-copy-id ops@192.0.2.12, or correct ansible_user.",
         ),
         (
             "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! Host key verification failed.",
