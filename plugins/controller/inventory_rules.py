@@ -168,6 +168,12 @@ def _topology(groups: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
         yield Problem("Group head", f"has {_count(len(head), 'host')} ({', '.join(head)})", "leave exactly one there")
     if not workers:
         yield Problem("Group workers", "has no host", "name the other node below workers in hosts.yml")
+    if len(workers) > 1:
+        yield Problem(
+            "Group workers",
+            f"has {len(workers)} hosts ({', '.join(workers)}), and a pair has one",
+            "leave exactly one there",
+        )
     for host in head:
         if host in workers:
             yield Problem("Host", f"{host} is in head and in workers", "leave it in one of the two")
@@ -452,6 +458,8 @@ def _sources(get: _Effective) -> Iterator[Problem]:
             continue
         if not sources and name == "model_fetch_sources":
             yield get.problem(name, "is empty", "name at least one source of the weights")
+        if not sources and name != "model_fetch_sources" and get["glm_vllm_overlay_speculator"] == "dflash2":
+            yield get.problem(name, "is empty and glm_vllm_overlay_speculator is dflash2", "name a drafter, or set mtp")
         for index, source in enumerate(sources):
             yield from _source(get, name, f"[{index}]", source)
 
@@ -552,6 +560,8 @@ def _files(get: _Effective) -> Iterator[Problem]:
             yield get.problem(name, f"is {_show(text, {})}", "write the whole path from /")
         elif not (path.is_dir() if kind == "folder" else path.is_file()):
             yield get.problem(name, f"names {path}, which is no {kind} on this controller", "correct the path")
+        elif name == "glm_vllm_overlay_wheelhouse" and not any(path.glob("*.whl")):
+            yield get.problem(name, f"names {path}, which holds no wheel", "fill it, or leave it empty for an index")
 
 
 def _network(text: Any) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:

@@ -286,6 +286,10 @@ BROKEN = {
         {"cx7_network_mtu": "9000"},
         'cx7_network_mtu is the text "9000": write auto, or bytes from 1280 to 9978 without quotes.',
     ),
+    "no_drafter": (
+        {"model_fetch_drafter_sources": []},
+        "model_fetch_drafter_sources is empty and glm_vllm_overlay_speculator is dflash2: name a drafter, or set mtp.",
+    ),
     "no_such_wheelhouse": (
         {"glm_vllm_overlay_wheelhouse": "/nowhere/wheels"},
         "glm_vllm_overlay_wheelhouse names /nowhere/wheels, which is no folder on this controller: correct the path.",
@@ -316,12 +320,16 @@ GROUPINGS = {
         {"sparks": ["a", "b", "c"], "head": ["a", "b"], "workers": ["c"]},
         ["Group head has 2 hosts (a, b): leave exactly one there."],
     ),
+    "two_workers": (
+        {"sparks": ["a", "b", "c"], "head": ["a"], "workers": ["b", "c"]},
+        ["Group workers has 2 hosts (b, c), and a pair has one: leave exactly one there."],
+    ),
     "no_worker": (
         {"sparks": ["a"], "head": ["a"], "workers": []},
         ["Group workers has no host: name the other node below workers in hosts.yml."],
     ),
     "host_in_both": (
-        {"sparks": ["a", "b"], "head": ["a"], "workers": ["a", "b"]},
+        {"sparks": ["a"], "head": ["a"], "workers": ["a"]},
         ["Host a is in head and in workers: leave it in one of the two."],
     ),
     "outside_sparks": (
@@ -400,6 +408,14 @@ def test_all_problems_at_once(problems):
         "glm_vllm_overlay_executor",
         "glm_vllm_overlay_ablation_enabled",
     ]
+
+
+def test_a_wheelhouse_without_wheels(problems, tmp_path):
+    assert problems(glm_vllm_overlay_wheelhouse=str(tmp_path)) == [
+        f"glm_vllm_overlay_wheelhouse names {tmp_path}, which holds no wheel: fill it, or leave it empty for an index."
+    ]
+    (tmp_path / "uv-0-py3-none-any.whl").touch()
+    assert problems(glm_vllm_overlay_wheelhouse=str(tmp_path)) == []
 
 
 def test_no_secret_is_ever_printed(problems):
