@@ -25,8 +25,8 @@ description:
   - Run it before the change. It notes how the thing was before, in one JSON file for all roles.
   - The first record of a kind and name wins, so a second run, or a second role, changes nothing.
   - With O(state=absent) a file, symlink or dir is put back as the record says. The record of any kind is then dropped.
-  - The kinds file, dir and symlink are captured and undone here. How package, hold, unit, user and sysctl were before is
-    captured here too, and undone by C(playbooks/uninstall.yml) with the builtin modules. Kinds hosts and firewall carry
+  - The kinds file, dir and symlink are captured and undone here. How package, hold, unit, user and sysctl were is
+    captured here too and undone by C(playbooks/uninstall.yml) with the builtin modules. Kinds hosts and firewall carry
     what the caller gives in O(data); kind swap names an area that was in use.
 options:
   role:

@@ -110,7 +110,7 @@ def gpu_processes(csv: str) -> dict[int, tuple[str, str]]:
         fields = [part.strip() for part in line.split(",")]
         if len(fields) >= 3 and fields[0].isdigit():
             memory = f"{fields[-1]} MiB" if fields[-1].isdigit() else fields[-1]
-            found[int(fields[0])] = (",".join(fields[1:-1]), memory)
+            found[int(fields[0])] = (", ".join(fields[1:-1]), memory)
     return found
 
 

@@ -10,3 +10,5 @@ grep -qx '#glm-vllm# /swap.img none swap sw 0 0' /etc/fstab
 printf '#include <Python.h>\nint main() { Py_Initialize(); }\n' > /tmp/t.cc
 g++ -fsyntax-only -I/usr/include/python3.11 /tmp/t.cc
 ninja --version
+target=$(systemctl get-default)
+if [ "$(hostname)" = spark-b ]; then [ "$target" = multi-user.target ]; else [ "$target" = graphical.target ]; fi

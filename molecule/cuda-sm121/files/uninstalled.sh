@@ -7,3 +7,4 @@ set -eux
 for package in g++ ninja-build python3.11-dev; do if dpkg -s $package; then exit 1; fi; done
 [ ! -e /var/lib/glm-vllm ]
 grep -q '^/swap.img ' /proc/swaps
+[ "$(systemctl get-default)" = graphical.target ]
