@@ -298,6 +298,14 @@ BROKEN = {
         {"glm_vllm_overlay_wheelhouse": "wheels"},
         'glm_vllm_overlay_wheelhouse is the text "wheels": write the whole path from /.',
     ),
+    "key_without_a_certificate": (
+        {"glm_vllm_overlay_tls_key": __file__},
+        "glm_vllm_overlay_tls_key is set without glm_vllm_overlay_tls_cert: set both or none.",
+    ),
+    "relative_source": (
+        {"model_fetch_sources": [{"path": "models/mine", "licence": "none"}]},
+        'model_fetch_sources[0].path is the text "models/mine": write the whole path from /.',
+    ),
     "certificate_without_a_key": (
         {"glm_vllm_overlay_tls_cert": __file__},
         "glm_vllm_overlay_tls_cert is set without glm_vllm_overlay_tls_key: set both or none.",
@@ -437,6 +445,15 @@ def test_the_file_and_line_are_named(rules, tmp_path):
     assert rules.locate("glm_x", ["spark-a"], [tmp_path]) == f"{file}, line 3"
     assert rules.locate("glm_x", ["other"], [tmp_path]) == "", "two places: none is named"
     assert rules.locate("glm_y", ["spark-a"], [tmp_path]) == ""
+
+
+def test_both_ends_of_every_range(problems, rules):
+    for name, (least, most) in rules.RANGES.items():
+        variable, _, member = name.partition(".")
+        for value, right in ((least, True), (most, True), (least - 1, False), (most + 1, False)):
+            given = {"image": 1, "video": 1, member: value} if member else value
+            refused = [sentence for sentence in problems(**{variable: given}) if sentence.startswith(f"{name} is the")]
+            assert (refused == []) is right, f"{name}: {value}"
 
 
 def test_every_range_belongs_to_a_numeric_variable(rules, schema):
