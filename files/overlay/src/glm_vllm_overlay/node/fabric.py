@@ -97,11 +97,12 @@ def hca_of(netdev: str, infiniband: Path) -> str:
 
 def gid_index_of(hca: str, address: str, infiniband: Path) -> int | None:
     """The index of the GID of port 1 that is RoCE v2 and carries `address` itself, or None."""
-    mapped = ipaddress.IPv6Address(f"::ffff:{address}")
+    wanted = "0" * 20 + "ffff" + ipaddress.IPv4Address(address).packed.hex()
     port = infiniband / hca / "ports/1"
     for entry in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
         # Unused entries read as zeros and have no type; both are simply not ours.
-        if read_line(entry) == mapped.exploded and read_line(port / "gid_attrs/types" / entry.name) == "RoCE v2":
+        carried = read_line(entry).replace(":", "")
+        if carried == wanted and read_line(port / "gid_attrs/types" / entry.name) == "RoCE v2":
             return int(entry.name)
     return None
 
@@ -112,7 +113,10 @@ def resolve_rail(rail: Rail, fabric: Fabric, found: list[dict], paths: Paths) ->
         entry for entry in found if any(info.get("local") == rail.address for info in entry.get("addr_info", []))
     ]
     if not holders:
-        rail.problem = f"{rail.title}: no interface has this address; check the cable to {fabric.peer}, then run playbooks/network.yml"
+        rail.problem = (
+            f"{rail.title}: no interface has this address; check the cable to {fabric.peer}, "
+            "then run playbooks/network.yml"
+        )
         return
     if len(holders) > 1:
         names = " and ".join(entry["ifname"] for entry in holders)

@@ -71,7 +71,8 @@ class Bond:
         self.silent_since = None
         self.phase, unit = document["phase"], document["unit"]["name"]
         if self.phase in ("stopped", "failed"):
-            broken = f"{unit} on {name} {'has failed' if self.phase == 'failed' else 'is stopped'}: back to the gate to wait for it"
+            how = "has failed" if self.phase == "failed" else "is stopped"
+            broken = f"{unit} on {name} {how}: back to the gate to wait for it"
         elif document["session"]["id"] != self.session_id:
             broken = f"{unit} on {name} was started anew: back to the gate to start together with it"
         else:
