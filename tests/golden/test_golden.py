@@ -40,6 +40,7 @@ def rendered(tmp_path_factory) -> Path:
         (bed / "templates" / template.name).symlink_to(template)
     shutil.copy(GOLDEN / "render.yml", bed)
     for name, executor in EXECUTORS.items():
+        (bed / name).mkdir()
         run(
             Path(sys.executable).with_name("ansible-playbook"),
             bed / "render.yml",
@@ -49,6 +50,13 @@ def rendered(tmp_path_factory) -> Path:
             cwd=REPOSITORY,
             env=os.environ | {"ANSIBLE_CONFIG": str(REPOSITORY / "ansible.cfg")},
         )
+        for host in HOSTS:
+            document = bed / name / f"{host}.json"
+            for path, text in json.loads(document.read_text()).items():
+                file = bed / name / host / path.lstrip("/")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+            document.unlink()
     return bed
 
 
@@ -158,6 +166,14 @@ def test_nginx_accepts_the_gateway(rendered, tmp_path):
         f"http {{\n  access_log off;\n  include {tmp_path}/site.conf;\n}}\n"
     )
     run(program("nginx"), "-t", "-q", "-c", tmp_path / "nginx.conf")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_fabric_is_json_for_this_node(rendered, host):
+    fabric = json.loads((rendered / "sparks" / host / "etc/glm-vllm/fabric.json").read_text())
+    assert fabric["schema"] == 1
+    assert fabric["peer"] == next(other for other in HOSTS if other != host)
+    assert [rail["mtu"] for rail in fabric["rails"]] == [9000, 9000]
 
 
 def test_tmpfiles_accepts_the_run_time_folder(rendered, tmp_path):
