@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from glm_vllm_overlay import cli
 from glm_vllm_overlay.node import watch
+from glm_vllm_overlay.node.files import write_atomically
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SOURCES = Path(__file__).parents[3] / "files/overlay/src"
@@ -73,6 +74,10 @@ class NodeFolder:
         path.write_text(text)
         path.chmod(0o755)
 
+    def put(self, path: str, text: str) -> None:
+        """Replace a file below the root in one step: a running program may be reading it."""
+        write_atomically(self.root / path, text)
+
     def env(self, **values: object) -> None:
         """Write node.env; what is not given keeps the values of this bed."""
         defaults = {
@@ -91,7 +96,7 @@ class NodeFolder:
 
     def addresses(self, text: str) -> None:
         """What `ip -j addr` prints."""
-        (self.root / "ip-addr.json").write_text(text)
+        self.put("ip-addr.json", text)
 
     def sysfs(self, fixture: str) -> Path:
         """Give the node the RDMA devices of a fixture; returns the folder of the devices."""
@@ -102,7 +107,7 @@ class NodeFolder:
     def unit(self, name: str, **properties: str) -> None:
         """What systemd says about a unit."""
         lines = UNIT | {"Id": f"{name}.service"} | properties
-        (self.root / f"units/{name}.service").write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
+        self.put(f"units/{name}.service", "".join(f"{key}={value}\n" for key, value in lines.items()))
 
     def weights(self, name: str, *, verified: bool = True) -> dict[str, str]:
         """A model folder; returns its entry in deployment.json."""

@@ -1,10 +1,12 @@
 """The command itself: exit codes, --json, no traceback, lazy imports."""
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,16 @@ def test_internal_error_is_one_sentence_and_a_file(node, glm_vllm, monkeypatch):
     details = Path(re.search(r"the details are in (\S+)", err).group(1))
     assert "ZeroDivisionError" in details.read_text()
     details.unlink()
+
+
+def test_internal_error_without_a_temporary_folder(node, glm_vllm, monkeypatch):
+    monkeypatch.setattr(fabric, "resolve", lambda paths: 1 / 0)
+    nowhere = functools.partial(tempfile.NamedTemporaryFile, dir="/no/such/folder")
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", nowhere)
+    code, _, err = glm_vllm("fabric")
+    assert code == 3
+    assert "set TMPDIR" in err
+    assert "Traceback" not in err
 
 
 def test_missing_input_is_2_with_json(node, glm_vllm):

@@ -103,7 +103,7 @@ def test_memory_that_comes_back_is_waited_for(node, peer, glm_vllm, monkeypatch)
     monkeypatch.setattr(gate, "MEMORY_PATIENCE", 10)
     good = (FIXTURES / "meminfo/healthy.txt").read_text()
     (node.root / "proc/meminfo").write_text(good.replace("119500000", "100000000"))
-    threading.Timer(0.05, (node.root / "proc/meminfo").write_text, [good]).start()
+    threading.Timer(0.05, node.put, ["proc/meminfo", good]).start()
     assert glm_vllm("gate")[0] == 0
 
 
@@ -255,12 +255,32 @@ def test_under_ray_the_engine_units_environment_counts(node, peer, glm_vllm, mon
     for key in UNIT_ENVIRONMENT:
         monkeypatch.delenv(key)
     node.unit("glm-vllm-head", Environment="GLM_GPU_MEMORY_UTILIZATION=0.80 GLM_SPECULATOR=dflash2 ABLIT=0")
-    node.unit("ray-head", SubState="start-pre", ActiveState="activating", Environment="")
+    node.unit("ray-head", SubState="start-pre", ActiveState="activating", Environment="")  # InvocationID is ours
     assert "spark-a runs GLM_GPU_MEMORY_UTILIZATION=0.80 and spark-b 0.87" in refused(glm_vllm, node)
+
+
+def test_under_ray_the_engines_own_unit_has_no_gate(node, peer, glm_vllm):
+    node.env(GLM_EXECUTOR="ray")
+    node.unit("ray-head", InvocationID="rays-start")
+    code, _, err = glm_vllm("gate")
+    assert code == 2
+    assert "executor ray has its gate in ray-head, not in this unit" in err
+
+
+def test_a_run_folder_that_nothing_makes(node, peer, glm_vllm):
+    shutil.rmtree(node.root / "run/glm-vllm")
+    node.program(node.root / "bin/systemd-tmpfiles", "#!/bin/sh\n")
+    code, _, err = glm_vllm("gate")
+    assert code == 2
+    assert "no file in tmpfiles.d makes it" in err
 
 
 def test_a_wiped_run_folder_is_made_again(node, peer, glm_vllm):
     shutil.rmtree(node.root / "run/glm-vllm")
+    tmpfiles = (
+        '#!/bin/sh\n[ "$1 $2" = "--create --prefix=$GLM_ROOT/run/glm-vllm" ] && mkdir -p "$GLM_ROOT/run/glm-vllm"\n'
+    )
+    node.program(node.root / "bin/systemd-tmpfiles", tmpfiles)
     assert glm_vllm("gate")[0] == 0
     assert (node.root / "run/glm-vllm/fabric.env").exists()
 

@@ -63,26 +63,40 @@ def test_the_node_parts_import_the_standard_library_only():
     assert set(result.stdout.split()) <= {"__main__", "glm_vllm_overlay", "__mp_main__"}
 
 
-def ansible(tmp_path: Path, *options: str) -> str:
-    """Run the action on this machine; returns ansible's one line about it."""
-    command = [sys.executable, "-m", "ansible", "adhoc", "localhost", "-i", "localhost,", "-c", "local"]
-    command += ["-e", f"ansible_python_interpreter={sys.executable}", "-m", "node_pyz", "-a"]
-    command += [f"dest={tmp_path}/out.pyz owner={os.getuid()} group={os.getgid()}", *options]
+PLAY = """
+- hosts: localhost
+  gather_facts: false
+  vars: {pyz: {dest: "%(dest)s", owner: "%(user)s", group: "%(group)s"}}
+  tasks:
+    - {node_pyz: "{{ pyz }}", register: foretold, check_mode: true}
+    - {stat: {path: "%(dest)s"}, register: untouched}
+    - {node_pyz: "{{ pyz }}", register: first}
+    - {node_pyz: "{{ pyz }}", register: second}
+    - {node_pyz: {mode: "0755"}, register: nameless, failed_when: false}
+    - assert:
+        that:
+          - foretold is changed
+          - not untouched.stat.exists
+          - first is changed
+          - second is not changed
+          - "'dest is missing' in nameless.msg"
+"""
+
+
+def test_the_action_is_idempotent_and_knows_check_mode(tmp_path):
+    destination = tmp_path / "node.pyz"
+    values = {"dest": destination, "user": os.getuid(), "group": os.getgid()}
+    (tmp_path / "play.yml").write_text(PLAY % values)
+    (tmp_path / "ansible.cfg").touch()
     environment = os.environ | {
         "ANSIBLE_ACTION_PLUGINS": str(REPOSITORY / "plugins/action"),
         "ANSIBLE_LOCAL_TEMP": str(tmp_path / "local"),
         "ANSIBLE_REMOTE_TEMP": str(tmp_path / "remote"),
         "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg"),
-        "ANSIBLE_NOCOLOR": "1",
     }
-    (tmp_path / "ansible.cfg").touch()
-    return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
-
-
-def test_the_action_is_idempotent_and_knows_check_mode(tmp_path):
-    assert "CHANGED" in ansible(tmp_path, "--check")
-    assert not (tmp_path / "out.pyz").exists()
-    assert "CHANGED" in ansible(tmp_path)
-    assert (tmp_path / "out.pyz").read_bytes() == node_pyz.build()
-    assert (tmp_path / "out.pyz").stat().st_mode & 0o777 == 0o755
-    assert "SUCCESS" in ansible(tmp_path)
+    command = [sys.executable, "-m", "ansible", "playbook", "-i", "localhost,", "-c", "local"]
+    command += ["-e", f"ansible_python_interpreter={sys.executable}", str(tmp_path / "play.yml")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert destination.read_bytes() == node_pyz.build()
+    assert destination.stat().st_mode & 0o777 == 0o755

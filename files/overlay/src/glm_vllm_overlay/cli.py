@@ -52,11 +52,14 @@ def report(args: argparse.Namespace, message: str, code: int) -> int:
 
 
 def keep_traceback(command: str) -> str:
-    """Store the current traceback in a file of its own; returns where."""
+    """Store the current traceback in a file of its own; returns where the details are."""
     import traceback
 
-    with tempfile.NamedTemporaryFile("w", prefix=f"glm-vllm-{command}-", suffix=".txt", delete=False) as file:
-        traceback.print_exc(file=file)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix=f"glm-vllm-{command}-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+    except OSError:
+        return "nowhere, because no temporary folder can be written (set TMPDIR)"
     return file.name
 
 

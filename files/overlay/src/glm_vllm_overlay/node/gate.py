@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
-import shutil
-import sys
+import subprocess
 import time
 from dataclasses import dataclass, field
 from math import floor
@@ -189,15 +187,23 @@ def not_ready(peer: dict, invocation: str) -> str:
 
 
 def prepare_run_folder(paths: Paths) -> None:
-    """Make /run/glm-vllm again where someone wiped it (tmpfiles.d made it at boot)."""
+    """Have tmpfiles.d make /run/glm-vllm again where someone wiped it."""
     if paths.run.is_dir():
         return
-    paths.run.mkdir(mode=0o755, parents=True)
-    try:
-        account = pwd.getpwnam("glm-vllm")
-    except KeyError:
-        return
-    shutil.chown(paths.run, account.pw_uid, account.pw_gid)
+    # Its exit code also counts lines of other packages; what matters is whether the folder is there.
+    subprocess.run(["systemd-tmpfiles", "--create", f"--prefix={paths.run}"], check=False)
+    if not paths.run.is_dir():
+        raise Unusable(f"{paths.run} does not exist and no file in tmpfiles.d makes it: run site.yml for this node")
+
+
+def this_start(node: Node) -> str:
+    """The invocation id of the start that this gate belongs to; raises Unusable where no gate belongs."""
+    invocation = os.environ.get("INVOCATION_ID", "")
+    if not invocation:
+        raise Unusable("INVOCATION_ID is not set: the gate runs as ExecStartPre of a unit, start that unit instead")
+    if invocation != units.show(node.gate_unit)[node.gate_unit].get("InvocationID"):
+        raise Unusable(f"executor {node.executor} has its gate in {node.gate_unit}, not in this unit: run site.yml")
+    return invocation
 
 
 def effective_environment(node: Node) -> dict[str, str]:
@@ -214,9 +220,7 @@ def run(args: argparse.Namespace) -> int:
     """`glm-vllm gate`: exit 0 once both nodes may start, 1 with one sentence otherwise."""
     paths = node_paths.current()
     node = Node.load(paths)
-    invocation = os.environ.get("INVOCATION_ID", "")
-    if not invocation:
-        raise Unusable("INVOCATION_ID is not set: the gate runs as ExecStartPre of a unit, start that unit instead")
+    invocation = this_start(node)
     prepare_run_folder(paths)
     environment = effective_environment(node)
     gate = Gate(paths, node, invocation, environment, time.monotonic() + node.gate_timeout)
@@ -231,5 +235,5 @@ def run(args: argparse.Namespace) -> int:
         gate.say(str(error))
         raise
     message = f"{node.name} and {peer['node']} start together"
-    print(json.dumps({"schema": 1, "ok": True, "message": message}) if args.json else message, file=sys.stdout)
+    print(json.dumps({"schema": 1, "ok": True, "message": message}) if args.json else message)
     return 0
