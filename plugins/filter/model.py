@@ -19,7 +19,7 @@ def model_licensed(sources: list[dict[str, Any]], accepted: list[str]) -> list[d
 
 
 def model_refused(sources: list[dict[str, Any]], accepted: list[str]) -> list[str]:
-    """"licence (source)" for every source that may not be used."""
+    """Licence and source, as "licence (source)", of every source that may not be used."""
     allowed = model_licensed(sources, accepted)
     return [f"{s['licence']} ({label(s)})" for s in sources if s not in allowed]
 

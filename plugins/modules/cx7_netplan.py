@@ -169,13 +169,18 @@ def main() -> None:
     result: dict[str, Any] = {"changed": stale or bool(lacking), "drift": lacking, "path": str(path)}
     if before != content:
         result["diff"] = {
-            "before": before or "", "after": content, "before_header": str(path), "after_header": str(path)
+            "before": before or "",
+            "after": content,
+            "before_header": str(path),
+            "after_header": str(path),
         }
     if module.check_mode or not result["changed"]:
         module.exit_json(**result)
     objection = rejected(module, path, content)
     if objection:
-        module.fail_json(msg=f"netplan rejects {path} merged with the other files in /etc/netplan: {objection}", **result)
+        module.fail_json(
+            msg=f"netplan rejects {path} merged with the other files in /etc/netplan: {objection}", **result
+        )
     if stale:
         write(path, content)
     failure = rails.apply()

@@ -69,13 +69,11 @@ def main() -> None:
         names.write_text("".join(f"{name}\n" for name in files))
         password.touch(mode=0o600)
         password.write_text(module.params["secret"])
-        code, out, err = module.run_command(
-            command(path, address, module.params["port"], str(names), str(password))
-        )
+        code, out, err = module.run_command(command(path, address, module.params["port"], str(names), str(password)))
     if code != 0:
         last = (err or out).strip().splitlines()[-1:]
         module.fail_json(
-            msg=f"Copying {len(files)} files from {address} failed ({' '.join(last)}); run again, what has arrived stays."
+            msg=f"Copying {len(files)} files of {address} failed ({' '.join(last)}); run again, what arrived stays."
         )
     shutil.rmtree(Path(path, PART), ignore_errors=True)
     module.exit_json(changed=True, seconds=round(time.monotonic() - began, 1))

@@ -51,7 +51,7 @@ def present(path: Path, files: dict[str, dict[str, Any]]) -> int:
         else:
             missing += entry["size"]
     parts = 0
-    for folder, folders, names in os.walk(path):
+    for folder, _, names in os.walk(path):
         hidden = any(part.startswith(".") for part in Path(folder).relative_to(path).parts)
         parts += sum(os.lstat(os.path.join(folder, n)).st_size for n in names) if hidden else 0
     return complete + min(parts, missing)

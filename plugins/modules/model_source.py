@@ -20,7 +20,7 @@ options:
       repo: {description: Hub repository as owner/name., type: str}
       path: {description: Folder on this node., type: str}
       revision:
-        description: Commit, 40 hex digits. A folder may have none; then it follows from its file names, sizes and times.
+        description: Commit, 40 hex digits. A folder without one gets one from its file names, sizes and times.
         type: str
       licence: {description: Licence of the files., type: str, required: true}
       name: {description: Name of the model; the last part of repo or path if left out., type: str}
@@ -89,6 +89,7 @@ def from_folder(source: dict[str, Any]) -> tuple[str, Files]:
     if not top.is_dir():
         raise Unusable(f"{top} is not a folder on this node.")
     found = walk(top)
+    found.pop("manifest.json", None)  # a folder's own list of files is not one of the model's
     if "config.json" not in found:
         raise Unusable(f"{top} holds no config.json.")
     files = {name: {"size": stat.st_size, "sha256": None, "blob": None} for name, stat in found.items()}
@@ -118,7 +119,9 @@ def from_hub(source: dict[str, Any], token: str) -> Files:
             source["repo"], revision=source["revision"], files_metadata=True, timeout=30
         )
     except Exception as exc:  # the library raises its own, httpx's and requests' errors
-        raise Unusable(f"{source['repo']}@{source['revision'][:8]} cannot be listed: {str(exc).splitlines()[0]}") from exc
+        raise Unusable(
+            f"{source['repo']}@{source['revision'][:8]} cannot be listed: {str(exc).splitlines()[0]}"
+        ) from exc
     files: Files = {}
     for entry in info.siblings or []:
         if not entry.rfilename.startswith("."):
@@ -174,9 +177,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     store = Path(module.params["dir"])
-    source, files, reasons = choose(
-        module.params["sources"], store, module.params["token"], module.params["offline"]
-    )
+    source, files, reasons = choose(module.params["sources"], store, module.params["token"], module.params["offline"])
     if source is None:
         module.fail_json(msg=f"No source of the model can be used. {' '.join(reasons)}", passed_over=reasons)
     for reason in reasons:

@@ -88,7 +88,9 @@ def download(source: dict[str, Any], name: str, entry: dict[str, Any], path: Pat
     try:
         hf_hub_download(source["repo"], name, revision=source["revision"], local_dir=path, token=token or False)
     except Exception as exc:  # the library raises its own, httpx's and requests' errors
-        raise Failed(f"{name} of {source['repo']}: {str(exc).splitlines()[0]}; run again, what has arrived stays.") from exc
+        raise Failed(
+            f"{name} of {source['repo']}: {str(exc).splitlines()[0]}; run again, what has arrived stays."
+        ) from exc
     file = path / name
     file.chmod(0o644)
     if entry["blob"] and git_blob(file) != entry["blob"]:

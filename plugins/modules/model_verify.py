@@ -155,7 +155,7 @@ def main() -> None:
     if reasons and module.params["required"] and not module.check_mode:
         shown = " ".join(list(reasons.values())[:5])
         module.fail_json(
-            msg=f"{platform.node()}: {path} is not what its manifest says. {shown} Run again to bring these files anew.",
+            msg=f"{platform.node()}: {path} is not what its manifest says. {shown} Run again to bring them anew.",
             **result,
         )
     module.exit_json(**result)
