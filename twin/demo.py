@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,7 @@ def demo() -> None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the way that ends what was started
     try:
         demo()
     except (DemoError, bed.BedError, subprocess.CalledProcessError) as problem:

@@ -285,7 +285,7 @@ case $cmd in
   cut) touch "$RUN/cut.$1"; carrier;;
   mend) rm -f "$RUN/cut.$1"; carrier;;
   meminfo) new=$(sed -E "s/^(MemAvailable: +)[0-9]+/\1$2/" "$RUN/$1/meminfo"); echo "$new" > "$RUN/$1/meminfo";;   # in place: the node has bound this very file
-  sh) n=$1; shift; p=$(leader "$n"); exec nsenter -t "$p" -a --wd=/ -- "$@";;
+  sh) n=$1; shift; p=$(leader "$n"); exec nsenter -t "$p" -a -r -w -- "$@";;
   ctl) has_ns "$CTL" || die "the bed is down: 'twin.sh up' first"; exec nsenter --net="/run/netns/$CTL" -- "$@";;
   own) own "$@";;
   _supervise) supervise "$1";;
