@@ -28,12 +28,20 @@ def memory_available(meminfo: Path) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `glm-vllm build`."""
-    parser.add_argument("--cuda-home", type=Path, default=kernels.default_cuda_home(), help="CUDA toolkit, 13.0 to 13.x")
+    parser.add_argument(
+        "--cuda-home", type=Path, default=kernels.default_cuda_home(), help="CUDA toolkit, 13.0 to 13.x"
+    )
     parser.add_argument("--target", type=Path, default=library_path().parent, help="folder for the library")
     parser.add_argument("--work", type=Path, default=Path("/var/cache/glm-vllm/build"), help="folder for objects, kept")
-    parser.add_argument("--arch", default=kernels.ARCH, help="GPU architecture as nvcc writes it (default: %(default)s)")
-    parser.add_argument("--exllamav3", type=Path, help="unpacked exllamav3_ext sources (default: the installed package)")
-    parser.add_argument("--headers", type=Path, action="append", default=[], help="site folder with nvidia header wheels")
+    parser.add_argument(
+        "--arch", default=kernels.ARCH, help="GPU architecture as nvcc writes it (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--exllamav3", type=Path, help="unpacked exllamav3_ext sources (default: the installed package)"
+    )
+    parser.add_argument(
+        "--headers", type=Path, action="append", default=[], help="site folder with nvidia header wheels"
+    )
     parser.add_argument("--cuobjdump", type=Path, help="cuobjdump (default: the toolkit's)")
     parser.add_argument("--jobs", type=int, help="parallel compilations (default: by free memory)")
 
@@ -57,5 +65,5 @@ def run(args: argparse.Namespace) -> int:
     elif manifest["sha256"]:
         print(f"{args.target}: {len(manifest['kernels'])} kernels for {manifest['arch']}, sha256 {manifest['sha256']}")
     else:
-        print(f"{len(manifest['kernels'])} kernels compiled for {manifest['arch']}; this torch has no CUDA, nothing linked")
+        print(f"{len(manifest['kernels'])} kernels compiled for {manifest['arch']}; torch has no CUDA, nothing linked")
     return 0

@@ -148,7 +148,7 @@ class Checkpoint:
             notes.append(f"config.json says quant_method {method!r}; the tensors are EXL3 and are served as such")
         if self.expert_layers and (self.bits, self.codebook) != (KERNEL_BITS, KERNEL_CODEBOOK):
             notes.append(
-                f"the kernels serve {KERNEL_BITS}-bit {KERNEL_CODEBOOK}; this one needs exl3_backend reference (CPU speed)"
+                f"the kernels serve {KERNEL_BITS}-bit {KERNEL_CODEBOOK}; this one needs exl3_backend reference"
             )
         return notes
 

@@ -120,7 +120,12 @@ def _include_dirs(chain: Toolchain, work: Path) -> list[Path]:
     import torch
 
     torch_include = Path(torch.__file__).parent / "include"
-    dirs = [chain.sources, torch_include, torch_include / "torch/csrc/api/include", Path(sysconfig.get_paths()["include"])]
+    dirs = [
+        chain.sources,
+        torch_include,
+        torch_include / "torch/csrc/api/include",
+        Path(sysconfig.get_paths()["include"]),
+    ]
     macros = Path("c10/cuda/impl/cuda_cmake_macros.h")
     if not (torch_include / macros).is_file():
         # The CPU build of torch ships c10's CUDA headers but not the one file that its CUDA build generates.
@@ -147,7 +152,7 @@ def _compile(chain: Toolchain, source: Path, target: Path, includes: list[str]) 
 
 
 def compile_objects(chain: Toolchain, work: Path, jobs: int) -> list[Path]:
-    """Compile every unit into `work`; an object whose inputs have not changed is kept. Refusal names the first failure."""
+    """Compile every unit into `work`, keeping objects whose inputs are unchanged; Refusal names the first failure."""
     import torch
 
     version = chain.nvcc_version()
@@ -215,9 +220,11 @@ def link(chain: Toolchain, objects: list[Path], library: Path) -> None:
     runtime = [str(cudart)] if cudart else [f"-L{chain.cuda_home / 'lib64'}", "-lcudart"]
     library.parent.mkdir(parents=True, exist_ok=True)
     part = library.with_suffix(".part")
+    # The C driver and libstdc++ by its file name: some compilers would take libstdc++.a, and a second copy of the
+    # library inside the process crashes in the first error message that formats a number.
     command = [
-        os.environ.get("CXX", "g++"), "-shared", *map(str, objects), f"-L{lib}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda",
-        "-lc10", "-lc10_cuda", *runtime, "-o", str(part),
+        os.environ.get("CC", "gcc"), "-shared", *map(str, objects), f"-L{lib}", "-ltorch", "-ltorch_cpu",
+        "-ltorch_cuda", "-lc10", "-lc10_cuda", *runtime, "-l:libstdc++.so.6", "-lm", "-o", str(part),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -226,7 +233,7 @@ def link(chain: Toolchain, objects: list[Path], library: Path) -> None:
 
 
 def build(chain: Toolchain, work: Path, target: Path, jobs: int) -> dict[str, object]:
-    """Compile, check, and (with a CUDA torch) link into `target`; returns the manifest, which lies beside the library."""
+    """Compile, check, and (with a CUDA torch) link into `target`; returns the manifest, kept beside the library."""
     import torch
 
     objects = compile_objects(chain, work, jobs)
@@ -257,7 +264,7 @@ def verify(target: Path) -> dict[str, object]:
         manifest = json.loads((target / "manifest.json").read_text())
         digest = hashlib.sha256((target / LIBRARY).read_bytes()).hexdigest()
     except FileNotFoundError as error:
-        raise Refusal(f"no kernels at {target} ({Path(error.filename).name} is missing): run `glm-vllm build`") from None
+        raise Refusal(f"{Path(error.filename).name} is missing at {target}: run `glm-vllm build`") from None
     except ValueError as error:
         raise Unusable(f"{target}/manifest.json is damaged ({error}): run `glm-vllm build` again") from None
     if digest != manifest.get("sha256"):

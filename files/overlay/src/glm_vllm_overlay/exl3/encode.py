@@ -31,7 +31,7 @@ def _forward(weights: torch.Tensor, bits: int, table: torch.Tensor, start: torch
     """Cheapest cost of every context after each step, for tiles ``[B, steps]``.
 
     A context is the low 16 - bits bits of a state: all that the next state remembers. Returns steps + 1 tensors
-    ``[B, 2^(16 - bits)]``; entry 0 is the start (all contexts, or only `start` ``[B]``). Costs leave out the constant w².
+    ``[B, 2^(16 - bits)]``; entry 0 is the start (all contexts, or only `start` ``[B]``). Costs leave out w².
     """
     contexts = 1 << (WINDOW - bits)
     squared = table * table
@@ -83,7 +83,7 @@ def search(tiles: torch.Tensor, bits: int, codebook: str) -> torch.Tensor:
 
 
 def quantise_tiles(tiles: torch.Tensor, bits: int, codebook: str = "mcg", batch: int = 2) -> torch.Tensor:
-    """int16 ``[..., 16 bits]`` for float tiles ``[..., 256]`` already scaled to the codebook; `batch` tiles at a time."""
+    """int16 ``[..., 16 bits]`` for float tiles ``[..., 256]`` scaled to the codebook; `batch` tiles at a time."""
     flat = tiles.reshape(-1, TILE_WEIGHTS).float()
     packed = [pack_states(search(part, bits, codebook), bits) for part in flat.split(batch)]
     return torch.cat(packed).reshape(*tiles.shape[:-1], -1)
@@ -106,4 +106,3 @@ def quantise(weight: torch.Tensor, bits: int = 4, codebook: str = "mcg", seed: i
     scale = (spread / TARGET_STD[codebook][bits - 1]).half().float().clamp_min(6e-8).repeat_interleave(BLOCK)
     trellis = quantise_tiles(to_tiles(rotated / scale), bits, codebook)
     return Packed(trellis, suh.half(), (signs * scale).half(), codebook)
-

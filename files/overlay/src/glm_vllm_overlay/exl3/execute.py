@@ -101,7 +101,7 @@ class ReferenceBackend:
 
 
 class LoopBackend:
-    """One expert after another: the kernel decodes to float16, torch rotates and multiplies. Synchronises with the host."""
+    """One expert after another: the kernel decodes to float16, torch rotates and multiplies. Waits for the host."""
 
     def __init__(self, experts: Experts) -> None:
         from glm_vllm_overlay.exl3 import ops
@@ -157,7 +157,7 @@ class _Scratch:
 
 
 class FusedBackend:
-    """exllamav3's fused kernels on CUDA; float16 inside, so inputs beyond 65504 overflow (`check_overflow` finds them)."""
+    """exllamav3's fused kernels on CUDA; float16 inside: `check_overflow` finds inputs beyond 65504."""
 
     def __init__(self, experts: Experts, top_k: int, check_overflow: bool = False) -> None:
         from glm_vllm_overlay.exl3 import ops
@@ -171,7 +171,7 @@ class FusedBackend:
         self._warm(top_k)
 
     def _warm(self, top_k: int) -> None:
-        """Run every kernel once: the first call allocates locks and sets attributes, which no graph capture survives."""
+        """Run every kernel once: the first call allocates locks and sets attributes, which a graph cannot capture."""
         for tokens in (1, 2, self.scratch.tokens, self.scratch.tokens + 1):
             x = torch.zeros(tokens, self.experts.hidden, dtype=torch.float16, device=self.tables.device)
             ids = torch.arange(top_k, device=x.device).remainder(self.tables.shape[1]).expand(tokens, top_k)

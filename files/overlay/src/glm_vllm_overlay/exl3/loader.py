@@ -137,7 +137,8 @@ class ExpertLoader:
             raise CheckpointError(f"{name} must be one int32, it is {_describe(tensor)}")
         value = int(tensor.reshape(()).item()) & 0xFFFFFFFF
         if value != MARKERS[suffix]:
-            raise CheckpointError(f"{name} is 0x{value:08X}, the only {suffix} multiplier known is 0x{MARKERS[suffix]:08X}")
+            known = f"0x{MARKERS[suffix]:08X}"
+            raise CheckpointError(f"{name} is 0x{value:08X}, the only {suffix} multiplier known is {known}")
 
     def _copy(self, name: str, suffix: str, expert: int, shard: str, tensor: torch.Tensor) -> None:
         shape, dtype = self.shape.whole(shard, suffix)

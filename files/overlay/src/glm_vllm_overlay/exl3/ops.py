@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -12,9 +13,7 @@ LIBRARY = "glm_exl3.so"
 
 
 def library_path() -> Path:
-    """Where the kernels lie: $GLM_EXL3_LIBRARY, else beside the environment's Python (`glm-vllm build` puts them there)."""
-    import sys
-
+    """Where the kernels lie: $GLM_EXL3_LIBRARY, else in the Python environment, where `glm-vllm build` puts them."""
     return Path(os.environ.get("GLM_EXL3_LIBRARY") or Path(sys.prefix) / "lib" / "glm-vllm" / LIBRARY)
 
 

@@ -1,4 +1,4 @@
-"""vLLM entry point (group `vllm.general_plugins`): makes `--quantization exl3` known. May be called any number of times.
+"""vLLM entry point (group `vllm.general_plugins`): makes `--quantization exl3` known. Idempotent.
 
 vLLM swallows an error while importing this module but not one raised in `register`, so nothing is imported up here.
 """

@@ -58,7 +58,7 @@ class Exl3Config(QuantizationConfig):
             return cls(None, None)  # mis-stamped: `maybe_update_config` reads the truth from the tensors
         bits = config.get("bits")
         if bits is not None and bits != int(bits):
-            raise ValueError(f"quantization_config.bits is {bits}: only checkpoints with one whole bit width are served")
+            raise ValueError(f"quantization_config.bits is {bits}: one whole bit width is served")
         return cls(None if bits is None else int(bits), config.get("codebook"))
 
     @classmethod
@@ -91,7 +91,7 @@ class Exl3Config(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             if self.bits is None or self.codebook is None:
                 raise CheckpointError(
-                    "quantization_config in config.json names no bits or no codebook: add them (4 and mcg for the recipe)"
+                    "quantization_config in config.json names no bits or no codebook: add them (4 and mcg)"
                 )
             return Exl3MoEMethod(layer.moe_config, self.bits, self.codebook)
         if isinstance(layer, LinearBase):

@@ -1,0 +1,251 @@
+"""Benchmark of one layer of packed experts at the recipe's shape (one rank of two): time, bytes, decode cycles.
+
+    python moe.py --out table.json        needs a CUDA device and the built kernels ($GLM_EXL3_LIBRARY)
+
+Side by side for every number of tokens T: exllamav3's cooperative kernel and its row kernel (what the `fused` backend
+chooses from), the `loop` backend, and vLLM's BF16 Triton MoE on decoded weights where vLLM can be imported. Routing is
+distinct for every launch, so that no cache holds the weights. Kernels up to 32 tokens are timed in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+from glm_vllm_overlay.exl3 import format as exl3
+from glm_vllm_overlay.exl3.execute import ROWS_BATCH, Experts, FusedBackend, LoopBackend
+
+TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096, 7168)
+GB10 = {"bytes_per_s": 231e9, "sms": 48, "clock_hz": 2.4e9}
+LIMIT = 10.0
+
+
+def make_experts(experts: int, hidden: int, width: int, device: str, seed: int = 0) -> Experts:
+    """Random packed experts with outputs of the size that real ones have: every word is a valid trellis."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-32768, 32768, shape, dtype=torch.int16, device=device, generator=generator)
+
+    def scale(size: float, *shape: int) -> torch.Tensor:
+        sign = torch.randint(0, 2, shape, device=device, generator=generator) * 2 - 1
+        return (sign * size * (0.75 + 0.5 * torch.rand(shape, device=device, generator=generator))).half()
+
+    rows, columns = hidden // 16, width // 16
+    return Experts(
+        bits=4,
+        codebook="mcg",
+        limit=LIMIT,
+        w13_trellis=words(experts, 2, rows, columns, 64),
+        w13_suh=scale(1.0, experts, 2, hidden),
+        w13_svh=scale(0.02, experts, 2, width),
+        w2_trellis=words(experts, columns, rows, 64),
+        w2_suh=scale(1.0, experts, width),
+        w2_svh=scale(0.02, experts, hidden),
+    )
+
+
+def make_routing(tokens: int, experts: int, top_k: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int64 and weights float32 ``[tokens, top_k]``: uniform choice, weights that sum to 2.5 as in the model."""
+    ids = torch.rand(tokens, experts, device=device).topk(top_k, dim=1).indices
+    weights = torch.rand(tokens, top_k, device=device)
+    return ids, 2.5 * weights / weights.sum(1, keepdim=True)
+
+
+def seconds(run: Callable[[int], Any], count: int, warm: int = 3) -> float:
+    """Mean time of `run(i)` over `count` calls, by device events."""
+    for i in range(warm):
+        run(i)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for i in range(count):
+        run(i)
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) * 1e-3 / count
+
+
+def graph_seconds(run: Callable[[int], Any], launches: int) -> float:
+    """Mean time of `run(i)` for i in 0..launches, captured into one CUDA graph."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(i)
+    return seconds(lambda _: graph.replay(), 5, warm=1) / launches
+
+
+def copy_ceiling() -> float:
+    """Bytes read plus written per second of a large device-to-device copy."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda _: target.copy_(source), 10)
+
+
+def sm_clock() -> float:
+    """Current SM clock in Hz, read while the device is busy."""
+    import pynvml
+
+    block = torch.randn(8192, 8192, device="cuda").half()
+    for _ in range(40):
+        block @ block
+    pynvml.nvmlInit()
+    clock = pynvml.nvmlDeviceGetClockInfo(pynvml.nvmlDeviceGetHandleByIndex(0), pynvml.NVML_CLOCK_SM) * 1e6
+    torch.cuda.synchronize()
+    return clock
+
+
+def triton_moe(experts: Experts) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """vLLM's BF16 MoE on the decoded weights; None where vLLM is not installed."""
+    try:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe import fused_experts
+    except ImportError:
+        return None
+    gate, up, down = experts.projections()
+    count = gate.trellis.shape[0]
+    w13 = torch.empty(count, 2 * experts.width, experts.hidden, dtype=torch.bfloat16, device="cuda")
+    w2 = torch.empty(count, experts.hidden, experts.width, dtype=torch.bfloat16, device="cuda")
+    for e in range(count):
+        for i, part in enumerate((gate, up)):
+            one = exl3.Packed(part.trellis[e], part.suh[e], part.svh[e])
+            w13[e, i * experts.width : (i + 1) * experts.width] = exl3.dequantise(one).t()
+        w2[e] = exl3.dequantise(exl3.Packed(down.trellis[e], down.suh[e], down.svh[e])).t()
+    config = VllmConfig()
+
+    def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        with set_current_vllm_config(config):
+            return fused_experts(x, w13, w2, weights, ids.int())
+
+    return run
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All rows of the table for the shape in `args`."""
+    experts = make_experts(args.experts, args.hidden, args.width, "cuda")
+    fused = FusedBackend(experts, args.top_k)
+    loop = LoopBackend(experts)
+    triton = triton_moe(experts)
+    expert_bytes = sum(
+        t.numel() * t.element_size() // args.experts
+        for packed in experts.projections()
+        for t in (packed.trellis, packed.suh, packed.svh)
+    )
+    tiles = 3 * args.hidden * args.width // 256
+    properties = torch.cuda.get_device_properties(0)
+    ceiling, clock = copy_ceiling(), sm_clock()
+    rows = []
+    for tokens in args.tokens:
+        x = torch.randn(tokens, args.hidden, device="cuda").bfloat16()
+        launches = 64 if tokens <= 32 else 4
+        routes = [make_routing(tokens, args.experts, args.top_k, "cuda") for _ in range(launches)]
+        active = sum(ids.unique().numel() for ids, _ in routes) / launches
+        times: dict[str, float | None] = {"coop": None, "triton_bf16": None}
+        halves = [(x.half(), weights.half(), ids) for ids, weights in routes]
+        if tokens <= fused.scratch.tokens:
+            times["coop"] = graph_seconds(lambda i: fused._coop(*halves[i]), launches)
+        out = torch.zeros(x.shape, dtype=torch.float32, device="cuda")
+
+        def by_rows(i: int) -> None:
+            values, weights, ids = halves[i % launches]
+            for part in range(0, tokens, ROWS_BATCH):
+                piece = slice(part, part + ROWS_BATCH)
+                fused._rows(values[piece], weights[piece], ids[piece], out[piece])
+
+        times["rows"] = seconds(by_rows, launches)
+        if tokens in (1, 8, 32, 1024, 4096):
+            times["loop"] = seconds(
+                lambda i: loop.apply(x, routes[i % launches][1], routes[i % launches][0]), 3, warm=1
+            )
+        if triton is not None:
+            times["triton_bf16"] = seconds(
+                lambda i: triton(x, routes[i % launches][1], routes[i % launches][0]), launches
+            )
+        times["shipped"] = seconds(lambda i: fused.apply(x, routes[i % launches][1], routes[i % launches][0]), launches)
+        best = times["coop"] or times["rows"]
+        cycles = best * clock * properties.multi_processor_count
+        rows.append(
+            {
+                "tokens": tokens,
+                "active_experts": active,
+                "seconds": times,
+                "bytes_over_ceiling": active * expert_bytes / best / ceiling,
+                "sm_cycles_per_tile": cycles / (active * tiles),
+                "gb10_seconds": max(
+                    active * expert_bytes / GB10["bytes_per_s"], cycles / (GB10["sms"] * GB10["clock_hz"])
+                ),
+                "gb10_bound": "bytes"
+                if active * expert_bytes / GB10["bytes_per_s"] > cycles / (GB10["sms"] * GB10["clock_hz"])
+                else "cycles",
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return {
+        "schema": 1,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "device": properties.name,
+        "driver": _driver(),
+        "sms": properties.multi_processor_count,
+        "sm_clock_hz": clock,
+        "copy_bytes_per_s": ceiling,
+        "shape": {"experts": args.experts, "hidden": args.hidden, "width": args.width, "top_k": args.top_k, "bits": 4},
+        "rows": rows,
+    }
+
+
+def _driver() -> str:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlSystemGetDriverVersion())
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown table of a report, times in µs."""
+
+    def us(value: float | None) -> str:
+        return "–" if value is None else f"{value * 1e6:.0f}"
+
+    lines = [
+        "| T | active experts | shipped | coop | rows | loop | BF16 Triton | bytes / ceiling | SM cycles a tile"
+        " | GB10, predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        t = row["seconds"]
+        lines.append(
+            f"| {row['tokens']} | {row['active_experts']:.1f} | {us(t['shipped'])} | {us(t['coop'])} | {us(t['rows'])}"
+            f" | {us(t.get('loop'))} | {us(t['triton_bf16'])} | {row['bytes_over_ceiling']:.2f}"
+            f" | {row['sm_cycles_per_tile']:.0f} | {us(row['gb10_seconds'])} ({row['gb10_bound']}) |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--experts", type=int, default=288)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=1024, help="expert width on one rank")
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    args = parser.parse_args()
+    report = measure(args)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()
