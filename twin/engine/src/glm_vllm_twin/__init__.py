@@ -15,7 +15,7 @@ MODELS = {
 }
 
 
-def platform() -> str | None:
+def platform_plugin() -> str | None:
     """Entry point `vllm.platform_plugins`: the platform class's name, or None on any machine that is not a twin."""
     if not host.is_twin():
         return None
@@ -27,7 +27,7 @@ def platform() -> str | None:
     return PLATFORM
 
 
-def register() -> None:
+def general_plugin() -> None:
     """Entry point `vllm.general_plugins`: make vLLM load the architecture's classes with the plain-torch operators.
 
     Raises:

@@ -1,6 +1,6 @@
 """vLLM's Glm5Next classes, with every GPU-only operator they call replaced by its plain-torch counterpart.
 
-vLLM imports this module because `register()` names it for the architecture; importing it makes the replacements, in memory.
+vLLM imports this module because `general_plugin()` names it for the architecture; importing it makes the replacements, in memory.
 Each replacement names the module that looks the operator up, so a renamed operator fails at import with its name.
 """
 

@@ -1,0 +1,60 @@
+"""Tiny checkpoints, Hugging Face's answers and vLLM's answers, each computed once a session."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+HERE = Path(__file__).parent
+# A second thread slows these small matrices down, by a factor of twenty on a busy machine.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Seed of this session's prompts; GLM_TEST_SEED repeats a session."""
+    value = int(os.environ.get("GLM_TEST_SEED") or secrets.randbelow(2**31))
+    print(f"\nGLM_TEST_SEED={value}")
+    return value
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """Builder of checkpoints: checkpoint("chain") is its folder."""
+    from glm_vllm_twin.checkpoint.build import build
+
+    root, built = tmp_path_factory.mktemp("models"), {}
+
+    def get(kind: str) -> Path:
+        if kind not in built:
+            build(kind, root / kind)
+            built[kind] = root / kind
+        return built[kind]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory):
+    """Runner of engine_job.py: engine([job, ...]) is {name: result}; `ranks` sets one CPU, or none in particular, a rank."""
+
+    def run(jobs: list[dict], ranks: int = 1, timeout: float = 280) -> dict:
+        folder = tmp_path_factory.mktemp("engine")
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        environment = os.environ | ONE_THREAD
+        if ranks > 1:
+            cpus = sorted(os.sched_getaffinity(0))
+            binding = "|".join(map(str, cpus[:ranks])) if len(cpus) >= ranks else "nobind"
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = binding
+        command = [sys.executable, str(HERE / "engine_job.py"), str(folder / "jobs.json"), str(folder / "results.json")]
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        assert finished.returncode == 0, finished.stderr[-4000:]
+        return json.loads((folder / "results.json").read_text())
+
+    return run

@@ -1,0 +1,54 @@
+"""Run vLLM in a process of its own: `engine_job.py JOBS RESULTS`, both JSON files.
+
+JOBS is a list of {"name", "model", "options", "prompts", "tokens"}: one engine each, in this process where it has one rank.
+RESULTS maps each name to {"outputs": [{"tokens": [...], "logprobs": [...]}, ...], "drafted": int, "accepted": int}.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+
+COMMON = dict(
+    max_model_len=2048,
+    max_num_seqs=4,
+    kv_cache_memory_bytes=64 << 20,
+    enforce_eager=True,
+    enable_prefix_caching=False,
+    limit_mm_per_prompt={"image": 0, "video": 0},
+    disable_log_stats=False,
+    seed=0,
+)
+
+
+def run(job: dict) -> dict:
+    """One engine: greedy continuation of every prompt, past any end token."""
+    llm = LLM(job["model"], **(COMMON | job["options"]))
+    sampling = SamplingParams(max_tokens=job["tokens"], temperature=0, logprobs=1, ignore_eos=True)
+    finished = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+    counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    outputs = []
+    for request in finished:
+        tokens = list(request.outputs[0].token_ids)
+        logprobs = [step[token].logprob for token, step in zip(tokens, request.outputs[0].logprobs)]
+        outputs.append({"tokens": tokens, "logprobs": logprobs})
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return {
+        "outputs": outputs,
+        "drafted": int(counters.get("vllm:spec_decode_num_draft_tokens") or 0),
+        "accepted": int(counters.get("vllm:spec_decode_num_accepted_tokens") or 0),
+    }
+
+
+if __name__ == "__main__":
+    jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
+    results.write_text(json.dumps({job["name"]: run(job) for job in json.loads(jobs.read_text())}))
