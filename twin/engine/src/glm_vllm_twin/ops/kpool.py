@@ -13,7 +13,7 @@ FP8_MAX = 448.0
 
 
 def _hadamard() -> torch.Tensor:
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)  # vLLM imports models under its own default dtype
     while matrix.shape[0] < HEAD:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix * HEAD**-0.5
