@@ -115,7 +115,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the way that ends what was started
     try:
         demo()
-    except (DemoError, bed.BedError, subprocess.CalledProcessError) as problem:
+    except (DemoError, bed.BedError, bed.requests.RequestException, subprocess.CalledProcessError) as problem:
         print(f"demo: {problem}", file=sys.stderr)
         return 1
     return 0
