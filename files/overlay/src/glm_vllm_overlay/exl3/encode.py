@@ -85,7 +85,13 @@ def search(tiles: torch.Tensor, bits: int, codebook: str) -> torch.Tensor:
 def quantise_tiles(tiles: torch.Tensor, bits: int, codebook: str = "mcg", batch: int = 2) -> torch.Tensor:
     """int16 ``[..., 16 bits]`` for float tiles ``[..., 256]`` scaled to the codebook; `batch` tiles at a time."""
     flat = tiles.reshape(-1, TILE_WEIGHTS).float()
-    packed = [pack_states(search(part, bits, codebook), bits) for part in flat.split(batch)]
+    threads = torch.get_num_threads()
+    # Every step is one small operation: more threads only wait for each other, for minutes on a busy machine.
+    torch.set_num_threads(1)
+    try:
+        packed = [pack_states(search(part, bits, codebook), bits) for part in flat.split(batch)]
+    finally:
+        torch.set_num_threads(threads)
     return torch.cat(packed).reshape(*tiles.shape[:-1], -1)
 
 

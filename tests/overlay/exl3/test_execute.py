@@ -1,0 +1,99 @@
+"""The backends as far as a CPU goes: the reference against a slow sum, the clamp, and what is refused."""
+
+import pytest
+import torch
+from glm_vllm_overlay.exl3 import format as exl3
+from glm_vllm_overlay.exl3.execute import BackendError, Experts, ReferenceBackend, activate, make_backend
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 256, 128, 2
+
+
+def make_experts(**change: object) -> Experts:
+    generator = torch.Generator().manual_seed(0)
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-32768, 32768, shape, dtype=torch.int16, generator=generator)
+
+    def scale(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 0.05).half()
+
+    fields = {
+        "bits": 4,
+        "codebook": "mcg",
+        "limit": 0.2,
+        "w13_trellis": words(EXPERTS, 2, HIDDEN // 16, WIDTH // 16, 64),
+        "w13_suh": scale(EXPERTS, 2, HIDDEN),
+        "w13_svh": scale(EXPERTS, 2, WIDTH) * 20,
+        "w2_trellis": words(EXPERTS, WIDTH // 16, HIDDEN // 16, 64),
+        "w2_suh": scale(EXPERTS, WIDTH),
+        "w2_svh": scale(EXPERTS, HIDDEN),
+    }
+    return Experts(**{**fields, **change})
+
+
+def slow(experts: Experts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The formula of the model, token by token, rotating activations instead of weights."""
+    gate, up, down = experts.projections()
+
+    def one(packed: exl3.Packed, e: int) -> exl3.Packed:
+        return exl3.Packed(packed.trellis[e], packed.suh[e], packed.svh[e])
+
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for choice in range(ids.shape[1]):
+            e, value = int(ids[token, choice]), x[token].double()
+            g = exl3.linear(value, one(gate, e), torch.float64).clamp(max=experts.limit)
+            u = exl3.linear(value, one(up, e), torch.float64).clamp(-experts.limit, experts.limit)
+            h = g * torch.sigmoid(g) * u
+            out[token] += weights[token, choice].double() * exl3.linear(h, one(down, e), torch.float64)
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_reference_is_the_models_formula(tokens: int) -> None:
+    experts, x = make_experts(), torch.randn(tokens, HIDDEN)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
+    weights = torch.rand(tokens, TOP_K)
+    out = ReferenceBackend(experts).apply(x, weights, ids)
+    expected = slow(experts, x, weights, ids)
+    assert ((out - expected).norm() / expected.norm()).item() < 1e-5
+    assert ReferenceBackend(experts).apply(x.bfloat16(), weights, ids).dtype == torch.bfloat16
+
+
+def test_both_places_to_clamp_differ_by_less_than_half_a_float16_step() -> None:
+    """The kernels clamp silu(gate), the model gate: the bound stands in `activate`'s description."""
+    gate, limit = torch.linspace(-30, 60, 200001, dtype=torch.float64), 10.0
+    one = torch.ones_like(gate)
+    kernels = torch.nn.functional.silu(gate).clamp(max=limit)
+    difference = (activate(gate, one, limit) - kernels).abs()
+    assert 4.4e-4 < difference.max().item() < 4.6e-4
+    assert difference[gate <= limit].max().item() == 0
+    assert difference.max().item() < 0.5 * 2**-7  # float16 steps by 2^-7 between 8 and 16
+    assert torch.equal(activate(gate, one, 0.0), torch.nn.functional.silu(gate))
+
+
+def test_pointer_tables_name_every_tensor() -> None:
+    experts = make_experts()
+    table = experts.pointer_tables()
+    gate, up, down = experts.projections()
+    for row, tensor in enumerate(t for p in (gate, up, down) for t in (p.trellis, p.suh, p.svh)):
+        for e in range(EXPERTS):
+            assert table[row, e].item() == tensor[e].data_ptr()
+            assert tensor[e].is_contiguous()
+
+
+def test_default_backend_of_a_cpu_is_the_reference() -> None:
+    assert isinstance(make_backend("", make_experts(), TOP_K), ReferenceBackend)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fused", "needs a CUDA device"),
+        ("loop", "needs a CUDA device"),
+        ("fast", "one of fused, loop, reference"),
+    ],
+)
+def test_backends_that_cannot_run(name: str, message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        make_backend(name, make_experts(), TOP_K)
