@@ -2,100 +2,105 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
-import ansible_runner
 import bed
+import disk
+import pair
 import pytest
 import testinfra
 from testinfra.host import Host
 
-
-@dataclass
-class Run:
-    """One run of a playbook: exit status, totals by kind and host, and what ansible said about each task."""
-
-    status: int
-    stats: dict[str, dict[str, int]]
-    events: list[dict[str, Any]] = field(repr=False)
-    output: str = field(repr=False)
-
-    def changed(self) -> dict[str, list[str]]:
-        """Names of the tasks that changed something, by host."""
-        found: dict[str, list[str]] = {}
-        for event in self.events:
-            data = event.get("event_data", {})
-            if event["event"] == "runner_on_ok" and data.get("res", {}).get("changed"):
-                found.setdefault(data["host"], []).append(data["task"])
-        return found
-
-    def failures(self) -> dict[str, list[str]]:
-        """Messages of failed tasks and of hosts that cannot be reached, by host."""
-        found: dict[str, list[str]] = {}
-        for event in self.events:
-            data = event.get("event_data", {})
-            failed = event["event"] == "runner_on_failed" and not data.get("ignore_errors")
-            if failed or event["event"] == "runner_on_unreachable":
-                found.setdefault(data["host"], []).append(str(data["res"].get("msg", "")))
-        return found
+# Reading first, breaking then; those that restart engines last.
+ORDER = ("test_site", "test_nodes", "test_api", "test_smoke", "test_bad_input", "test_together", "test_ray")
+PATIENCE = 1800  # seconds a test, with the converge that the first one waits for
 
 
-def run_playbook(playbook: str, *arguments: str, timeout: int = 900, **variables: Any) -> Run:
-    """Run a playbook on the twin; `arguments` go to ansible-playbook, `variables` become extra variables."""
-    with tempfile.TemporaryDirectory() as private:
-        runner = ansible_runner.run(
-            private_data_dir=private,
-            project_dir=str(bed.ROOT),
-            playbook=playbook,
-            inventory=bed.inventory(),
-            cmdline=" ".join(arguments) or None,
-            extravars=variables or None,
-            envvars={"ANSIBLE_CONFIG": str(bed.ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
-            quiet=True,
-            timeout=timeout,
-        )
-        events = list(runner.events)
-        return Run(runner.rc, runner.stats or {}, events, "\n".join(e["stdout"] for e in events if e.get("stdout")))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--standing", action="store_true", help="the pair stands already: neither make nor converge it")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: ORDER.index(item.path.stem))
+    for item in items:
+        item.add_marker(pytest.mark.timeout(PATIENCE))
 
 
 @pytest.fixture(scope="session")
-def playbook() -> Callable[..., Run]:
-    """Runs a playbook on the twin."""
-    return run_playbook
+def standing(pytestconfig: pytest.Config) -> bool:
+    """Whether somebody else has converged the pair."""
+    return pytestconfig.getoption("--standing")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def converged() -> Run:
-    """The first run of site.yml on new machines; every test here stands on it."""
+@pytest.fixture(scope="session")
+def bare(standing: bool) -> dict[str, disk.Disk]:
+    """What stood on each node before anything ran."""
+    if standing:
+        pytest.skip("needs new machines")
     bed.checkpoint("chain")
     bed.twin("up")
-    run = run_playbook("site.yml")
+    return {node: disk.read(node) for node in pair.NODES}
+
+
+@pytest.fixture(scope="session")
+def foretold(bare: dict[str, disk.Disk]) -> pair.Run:
+    """`site.yml --check --diff` on new machines."""
+    return pair.run_playbook("site.yml", "--check", "--diff")
+
+
+@pytest.fixture(scope="session")
+def after_check(foretold: pair.Run) -> dict[str, disk.Disk]:
+    """What stood on each node after that."""
+    return {node: disk.read(node) for node in pair.NODES}
+
+
+@pytest.fixture(scope="session")
+def first_run(after_check: dict[str, disk.Disk]) -> pair.Run:
+    """The first run of site.yml; without it there is nothing to test."""
+    run = pair.run_playbook("site.yml", timeout=1500)
     if run.status:
         pytest.exit(f"site.yml failed on new machines: {run.failures()}\n{run.output[-6000:]}", returncode=1)
     return run
 
 
-def host(node: str) -> Host:
-    return testinfra.get_host(f"ansible://{node}?ansible_inventory={bed.inventory()[-1]}&sudo=true")
+@pytest.fixture(scope="session", autouse=True)
+def converged(request: pytest.FixtureRequest, standing: bool) -> None:
+    """The pair serves."""
+    if not standing:
+        request.getfixturevalue("first_run")
 
 
 @pytest.fixture(scope="session")
-def head(converged: Run) -> Host:
+def playbook() -> Callable[..., pair.Run]:
+    """Runs a playbook on the twin."""
+    return pair.run_playbook
+
+
+def host(node: str) -> Host:
+    """A node over ssh, as root."""
+    return testinfra.get_host(f"ssh://{node}", ssh_config=str(bed.STATE / "run/ssh_config"), sudo=True)
+
+
+@pytest.fixture(scope="session")
+def head(converged: None) -> Host:
     """The head, over ssh, as root."""
     return host(bed.HEAD)
 
 
 @pytest.fixture(scope="session")
-def worker(converged: Run) -> Host:
+def worker(converged: None) -> Host:
     """The worker, over ssh, as root."""
     return host(bed.WORKER)
 
 
+@pytest.fixture(params=pair.NODES)
+def node(request: pytest.FixtureRequest, head: Host, worker: Host) -> Host:
+    """Each node in its turn."""
+    return {bed.HEAD: head, bed.WORKER: worker}[request.param]
+
+
 @pytest.fixture
-def endpoint(converged: Run) -> Iterator[bed.Endpoint]:
+def endpoint(converged: None) -> Iterator[bed.Endpoint]:
     """The API through the gateway, with the head's key."""
     with bed.Endpoint() as session:
         yield session
