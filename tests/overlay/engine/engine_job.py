@@ -1,7 +1,8 @@
 """Run vLLM in a process of its own: `engine_job.py JOBS RESULTS`, both JSON files.
 
-JOBS is a list of {"name", "model", "options", "prompts", "tokens"}: one engine each, in this process where it has one rank.
-RESULTS maps each name to {"outputs": [{"tokens": [...], "logprobs": [...]}, ...], "drafted": int, "accepted": int}.
+JOBS is a list of {"name", "model", "options", "prompts", "tokens", "scored"}: one engine each, in this process where it
+has one rank. RESULTS maps each name to {"outputs": [{"tokens": [...], "logprobs": [...]}, ...], "scores": [[...], ...],
+"drafted": int, "accepted": int}; a score is the log-probability of each token of a "scored" text after its first.
 """
 
 import gc
@@ -32,6 +33,12 @@ def run(job: dict) -> dict:
     llm = LLM(job["model"], **(COMMON | job["options"]))
     sampling = SamplingParams(max_tokens=job["tokens"], temperature=0, logprobs=1, ignore_eos=True)
     finished = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+    scores = []
+    for ids in job.get("scored", []):
+        [request] = llm.generate(
+            [{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), use_tqdm=False
+        )
+        scores.append([step[token].logprob for token, step in zip(ids[1:], request.prompt_logprobs[1:])])
     counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     outputs = []
     for request in finished:
@@ -44,6 +51,7 @@ def run(job: dict) -> dict:
     cleanup_dist_env_and_memory()
     return {
         "outputs": outputs,
+        "scores": scores,
         "drafted": int(counters.get("vllm:spec_decode_num_draft_tokens") or 0),
         "accepted": int(counters.get("vllm:spec_decode_num_accepted_tokens") or 0),
     }
