@@ -34,7 +34,7 @@ else
 
 .PHONY: setup
 setup: ## tools, environments and wheels; looked at only, when they are there
-	@for part in packages controller wheelhouse engine; do twin/setup.sh $$part; done
+	@for part in packages controller wheelhouse engine pinned; do twin/setup.sh $$part; done
 	@$(BED) ready
 
 .PHONY: wheelhouse
@@ -109,10 +109,6 @@ test-full: ## test, with both executors and every scenario
 .PHONY: run-pair
 run-pair:
 	@$(BED) clean; trap '$(BED) clean' EXIT; $(PYTEST) tests/pair -m "$(MARK)"
-
-.PHONY: test-faults
-test-faults: setup ## FAULT=name N=trials: break the pair again and again, a line a trial
-	@$(BED) own 'make test-faults' $(PYTEST) tests/faults $(if $(FAULT),-k "$(FAULT)") --trials=$(or $(N),1)
 
 # ---- away with it ---------------------------------------------------------------------------------------------------
 .PHONY: clean

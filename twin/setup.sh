@@ -4,6 +4,7 @@
 #   setup.sh controller   .venv: Ansible, linters, test tools
 #   setup.sh wheelhouse   the wheels that the nodes install from, with every hash checked
 #   setup.sh engine       .venv-engine: the twin's vLLM, from the wheelhouse
+#   setup.sh pinned       .cache/vllm-*: the Python of the GB10's vLLM, for tests of its parser, scheduler and planner
 # pip's own configuration says where packages come from; this file names no registry.
 set -euo pipefail
 ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd); cd "$ROOT"
@@ -103,8 +104,25 @@ engine() {
   echo "$id" > .venv-engine/.made
 }
 
+unpack() { # unpack WHEELS FOLDER: without the compiled CUDA half, which nothing here can load
+  .venv/bin/python -c '
+import pathlib, sys, zipfile
+for wheel in pathlib.Path(sys.argv[1]).glob("*.whl"):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(sys.argv[2], [n for n in archive.namelist() if not n.endswith((".so", ".cubin"))])
+' "$@"
+}
+pinned() {
+  local version lock=$LOCKS/build-x86_64.txt folder d; version=$(sed -n 's/^vllm==\([^ ]*\).*/\1/p' $lock); folder=.cache/vllm-$version
+  [ ! -d "$folder" ] || return 0
+  mkdir -p .cache; d=$(mktemp -d .cache/pinned.XXXXXX)
+  step "vLLM $version of the GB10, to be read" .venv/bin/python -m pip download -q --no-deps --only-binary :all: --require-hashes --dest "$d" \
+    -r <(awk '/^[a-z]/ { keep = /^vllm==/ } keep' $lock)
+  unpack "$d" "$d/out"; mv "$d/out" "$folder"; rm -rf "$d"
+}
+
 [ "$(id -u)" = 0 ] || die "run as root"
 case ${1:-} in
-  packages|controller|wheelhouse|engine) "$1";;
-  *) sed -n 2,7p "$0"; exit 2;;
+  packages|controller|wheelhouse|engine|pinned) "$1";;
+  *) sed -n 2,8p "$0"; exit 2;;
 esac
