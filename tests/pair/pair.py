@@ -87,9 +87,9 @@ def run_playbook(playbook: str, *arguments: str, project: Path = bed.ROOT, timeo
             quiet=True,
             timeout=timeout,
         )
-        events = list(runner.events)
+        events, stats = list(runner.events), runner.stats or {}
     output = "\n".join(e["stdout"] for e in events if e.get("stdout"))
-    return Run(runner.rc, runner.stats or {}, events, output, time.monotonic() - start)
+    return Run(runner.rc, stats, events, output, time.monotonic() - start)
 
 
 def answer() -> str:

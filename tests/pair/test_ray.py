@@ -82,7 +82,7 @@ def test_back_to_mp_leaves_nothing_of_ray(switched: pair.Run, head: Host, worker
     assert run.status == 0, run.failures()
     assert pair.answer() == pair.ANSWER
     for node in (head, worker):
-        assert node.check_output("systemctl list-unit-files --no-legend 'ray-*'") == ""
+        assert node.run("systemctl list-unit-files --no-legend 'ray-*'").stdout == ""
         assert node.run("pgrep --full '[r]aylet|[g]cs_server|[r]ay::'").rc == 1
         assert node.check_output("ss -Hltn 'sport >= :6379 and sport <= :6390'") == ""
         assert node.check_output("find /var/lib/glm-vllm/ray -mindepth 1") == ""
