@@ -25,7 +25,7 @@ help: ## this list
 
 # ---- everything below needs root ------------------------------------------------------------------------------------
 ifneq ($(shell id -u),0)
-AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-pair test-full test-faults molecule clean distclean
+AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-pair test-full molecule clean distclean
 .PHONY: $(AS_ROOT)
 $(AS_ROOT):
 	@command -v sudo >/dev/null || { echo "make $@ needs root (it makes namespaces and mounts) and there is no sudo here: run it as root."; exit 1; }
