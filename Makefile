@@ -104,11 +104,11 @@ test-pair: setup ## the whole site on the twin, converged once
 test-full: ## test, with both executors and every scenario
 	@$(MAKE) test-lint test-unit test-overlay test-roles
 	@echo "== tests/pair"
-	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full'
+	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full' THEN='molecule test --scenario-name pair'
 
 .PHONY: run-pair
 run-pair:
-	@$(BED) clean; trap '$(BED) clean' EXIT; $(PYTEST) tests/pair -m "$(MARK)"
+	@$(BED) clean; trap '$(BED) clean' EXIT; $(PYTEST) tests/pair -m "$(MARK)"; $(or $(THEN),true)
 
 # ---- away with it ---------------------------------------------------------------------------------------------------
 .PHONY: clean
