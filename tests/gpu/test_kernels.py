@@ -13,16 +13,16 @@ TOLERANCE = 2e-3  # ‖out - ref‖ / ‖ref‖ of every single token: a skipped
 
 
 class Layer:
-    """Random experts, their float64 decode (29 GB) and the backends over them."""
+    """Random experts, their float64 decode (29 GB at the real shape) and the fused backend over them."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.experts = make_experts(E, H, I, "cuda", seed)
-        self.fused = FusedBackend(self.experts, K)
+    def __init__(self, experts: int = E, hidden: int = H, width: int = I, top_k: int = K) -> None:
+        self.experts = make_experts(experts, hidden, width, "cuda")
+        self.fused = FusedBackend(self.experts, top_k)
         self.decoded = [self._decode(packed) for packed in self.experts.projections()]
 
     @staticmethod
     def _decode(stack: exl3.Packed) -> torch.Tensor:
-        one = [exl3.Packed(stack.trellis[e], stack.suh[e], stack.svh[e]) for e in range(E)]
+        one = [exl3.Packed(stack.trellis[e], stack.suh[e], stack.svh[e]) for e in range(stack.trellis.shape[0])]
         return torch.stack([exl3.dequantise(packed, torch.float64) for packed in one])
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -111,6 +111,47 @@ def test_graph_replay_follows_new_inputs(layer: Layer) -> None:
         assert worst(out, layer.reference(x, weights.half(), ids)) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("hidden", "width", "experts", "top_k"), [(512, 256, 16, 4), (128, 128, 3, 1), (384, 640, 9, 8)]
+)
+def test_other_shapes(hidden: int, width: int, experts: int, top_k: int) -> None:
+    small = Layer(experts, hidden, width, top_k)
+    for tokens in (1, 5, 32, 300):
+        x = torch.randn(tokens, hidden, device="cuda").half()
+        ids, weights = make_routing(tokens, experts, top_k, "cuda")
+        out = small.fused.apply(x.float(), weights, ids)
+        assert worst(out, small.reference(x, weights.half(), ids)) < TOLERANCE, tokens
+
+
+@pytest.mark.parametrize("tokens", [40, 5000])
+def test_shared_and_separate_input_scales(layer: Layer, tokens: int) -> None:
+    """The pack's gate and up share suh: one rotation. The same experts through the two-plane path must agree."""
+    experts = Experts(**vars(layer.experts))
+    experts.w13_suh = experts.w13_suh.clone()
+    experts.w13_suh[0, 1, 0] *= -1
+    x = torch.randn(tokens, H, device="cuda").half()
+    ids, weights = make_routing(tokens, E - 1, K, "cuda")
+    separate = FusedBackend(experts, K)
+    assert (layer.fused.scratch.wide.shape[0], separate.scratch.wide.shape[0]) == (1, 2)
+    assert torch.equal(separate.apply(x, weights, ids + 1), layer.fused.apply(x, weights, ids + 1))
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 32])
+def test_grouped_kernel_agrees_below_its_range(layer: Layer, tokens: int) -> None:
+    x = torch.randn(tokens, H, device="cuda").half()
+    ids, weights = make_routing(tokens, E, K, "cuda")
+    out = torch.full((tokens, H), float("nan"), device="cuda")
+    layer.fused._grouped(x, weights.half(), ids, out)
+    assert worst(out, layer.reference(x, weights.half(), ids)) < TOLERANCE
+
+
+def test_grouped_kernel_repeats_itself_bit_by_bit(layer: Layer) -> None:
+    x = torch.randn(500, H, device="cuda").half()
+    ids, weights = make_routing(500, E, K, "cuda")
+    first, second = (layer.fused.apply(x, weights, ids) for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_loop_backend(layer: Layer) -> None:
     x = torch.randn(16, H, device="cuda").half().float()
     ids, weights = make_routing(16, E, K, "cuda")
@@ -127,16 +168,13 @@ def test_overflow_is_seen_in_debug_mode(layer: Layer) -> None:
         backend.apply(x, weights, ids)
 
 
-def test_scratch_that_could_skip_an_expert_is_refused(layer: Layer) -> None:
-    s, e = layer.fused.scratch, layer.experts
-    tokens = s.state.shape[2] + 1
+def test_a_batch_beyond_the_scratch_is_refused(layer: Layer) -> None:
+    s = layer.fused.scratch
+    tokens = s.mid.shape[1] // K + 1
     x = torch.zeros(tokens, H, device="cuda", dtype=torch.float16)
-    flat = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    counts = torch.zeros(E + 1, dtype=torch.int64, device="cuda")
-    with pytest.raises(RuntimeError, match="cannot hold every token"):
-        torch.ops.glm_exl3.moe_rows(
-            x, counts, flat, flat.half(), layer.fused.tables, e.bits, e.limit, s.state, s.mid, x.float()
-        )
+    ids, weights = make_routing(tokens, E, K, "cuda")
+    with pytest.raises(RuntimeError, match=f"scratch for {s.mid.shape[1]} slots cannot hold {tokens * K}"):
+        layer.fused._grouped(x, weights.half(), ids, torch.empty(tokens, H, device="cuda"))
 
 
 def test_operators_trace_without_a_device(layer: Layer) -> None:

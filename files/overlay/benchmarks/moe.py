@@ -2,9 +2,10 @@
 
     python moe.py --out table.json        needs a CUDA device and the built kernels ($GLM_EXL3_LIBRARY)
 
-Side by side for every number of tokens T: exllamav3's cooperative kernel and its row kernel (what the `fused` backend
-chooses from), the `loop` backend, and vLLM's BF16 Triton MoE on decoded weights where vLLM can be imported. Routing is
-distinct for every launch, so that no cache holds the weights. Kernels up to 32 tokens are timed in a CUDA graph.
+Side by side for every number of tokens T: exllamav3's cooperative kernel and our grouped one (what the `fused` backend
+chooses from), exllamav3's kernel for many rows, the `loop` backend, and vLLM's BF16 Triton MoE on decoded weights where
+vLLM can be imported. Routing is distinct for every launch, so that no cache holds the weights. Kernels up to 32 tokens
+are timed in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from glm_vllm_overlay.exl3 import format as exl3
-from glm_vllm_overlay.exl3.execute import ROWS_BATCH, Experts, FusedBackend, LoopBackend
+from glm_vllm_overlay.exl3.execute import GROUP_TOKENS, Experts, FusedBackend, LoopBackend
 
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096, 7168)
 GB10 = {"bytes_per_s": 231e9, "sms": 48, "clock_hz": 2.4e9}
@@ -46,7 +47,7 @@ def make_experts(experts: int, hidden: int, width: int, device: str, seed: int =
         codebook="mcg",
         limit=LIMIT,
         w13_trellis=words(experts, 2, rows, columns, 64),
-        w13_suh=scale(1.0, experts, 2, hidden),
+        w13_suh=scale(1.0, experts, 1, hidden).repeat(1, 2, 1),  # gate and up share it, as in the recipe's pack
         w13_svh=scale(0.02, experts, 2, width),
         w2_trellis=words(experts, columns, rows, 64),
         w2_suh=scale(1.0, experts, width),
@@ -131,11 +132,38 @@ def triton_moe(experts: Experts) -> Callable[[torch.Tensor, torch.Tensor, torch.
     return run
 
 
+class RowsKernel:
+    """exllamav3's own kernel for many rows (`exl3_moe`), with scratch for every row. A yardstick: never shipped."""
+
+    batch = 7168
+
+    def __init__(self, fused: FusedBackend, experts: Experts) -> None:
+        groups = torch.ops.glm_exl3.concurrency(0)
+        self.fused, self.experts = fused, experts
+        self.state = torch.empty(2, groups, self.batch, experts.hidden, dtype=torch.float16, device="cuda")
+        self.mid = torch.empty(2, groups, self.batch, experts.width, dtype=torch.float16, device="cuda")
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float32, device="cuda")
+        for start in range(0, x.shape[0], self.batch):
+            part = slice(start, start + self.batch)
+            flat = ids[part].flatten()
+            order = torch.argsort(flat, stable=True)
+            counts = torch.zeros(self.fused.tables.shape[1] + 1, dtype=torch.int64, device="cuda")
+            counts.scatter_add_(0, flat, torch.ones_like(flat))
+            torch.ops.glm_exl3.moe_rows(
+                x[part], counts, order // ids.shape[1], weights[part].flatten()[order], self.fused.tables,
+                self.experts.bits, self.experts.limit, self.state, self.mid, out[part],
+            )  # fmt: skip
+        return out
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All rows of the table for the shape in `args`."""
     experts = make_experts(args.experts, args.hidden, args.width, "cuda")
     fused = FusedBackend(experts, args.top_k)
     loop = LoopBackend(experts)
+    rows_kernel = RowsKernel(fused, experts)
     triton = triton_moe(experts)
     expert_bytes = sum(
         t.numel() * t.element_size() // args.experts
@@ -155,16 +183,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         halves = [(x.half(), weights.half(), ids) for ids, weights in routes]
         if tokens <= fused.scratch.tokens:
             times["coop"] = graph_seconds(lambda i: fused._coop(*halves[i]), launches)
-        out = torch.zeros(x.shape, dtype=torch.float32, device="cuda")
-
-        def by_rows(i: int) -> None:
-            values, weights, ids = halves[i % launches]
-            for part in range(0, tokens, ROWS_BATCH):
-                piece = slice(part, part + ROWS_BATCH)
-                fused._rows(values[piece], weights[piece], ids[piece], out[piece])
-
-        times["rows"] = seconds(by_rows, launches)
-        if tokens in (1, 8, 32, 1024, 4096):
+        times["rows"] = seconds(lambda i: rows_kernel(*halves[i % launches]), launches)
+        out = torch.empty(tokens, args.hidden, device="cuda")
+        if tokens <= GROUP_TOKENS:
+            times["grouped"] = seconds(lambda i: fused._grouped(*halves[i % launches], out), launches)
+        if tokens in (8, 1024):
             times["loop"] = seconds(
                 lambda i: loop.apply(x, routes[i % launches][1], routes[i % launches][0]), 3, warm=1
             )
@@ -173,7 +196,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 lambda i: triton(x, routes[i % launches][1], routes[i % launches][0]), launches
             )
         times["shipped"] = seconds(lambda i: fused.apply(x, routes[i % launches][1], routes[i % launches][0]), launches)
-        best = times["coop"] or times["rows"]
+        best = times["coop"] or times["shipped"]
         cycles = best * clock * properties.multi_processor_count
         rows.append(
             {
@@ -218,16 +241,17 @@ def table(report: dict[str, Any]) -> str:
         return "–" if value is None else f"{value * 1e6:.0f}"
 
     lines = [
-        "| T | active experts | shipped | coop | rows | loop | BF16 Triton | bytes / ceiling | SM cycles a tile"
-        " | GB10, predicted |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| T | active experts | shipped | coop | grouped | rows | loop | BF16 Triton | bytes / ceiling"
+        " | SM cycles a tile | GB10, predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         t = row["seconds"]
         lines.append(
-            f"| {row['tokens']} | {row['active_experts']:.1f} | {us(t['shipped'])} | {us(t['coop'])} | {us(t['rows'])}"
-            f" | {us(t.get('loop'))} | {us(t['triton_bf16'])} | {row['bytes_over_ceiling']:.2f}"
-            f" | {row['sm_cycles_per_tile']:.0f} | {us(row['gb10_seconds'])} ({row['gb10_bound']}) |"
+            f"| {row['tokens']} | {row['active_experts']:.1f} | {us(t['shipped'])} | {us(t['coop'])}"
+            f" | {us(t.get('grouped'))} | {us(t['rows'])} | {us(t.get('loop'))} | {us(t['triton_bf16'])}"
+            f" | {row['bytes_over_ceiling']:.2f} | {row['sm_cycles_per_tile']:.0f}"
+            f" | {us(row['gb10_seconds'])} ({row['gb10_bound']}) |"
         )
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 #include <ATen/ATen.h>
 
+#include "grouped.h"
 #include "quant/exl3_moe.cuh"
 #include "quant/exl3_moe_coop.cuh"
 #include "quant/reconstruct.cuh"
@@ -73,6 +74,8 @@ TORCH_LIBRARY(glm_exl3, m)
           "Tensor(b!) gate_up, Tensor(c!) act, Tensor(d!) down, Tensor(e!) counters, Tensor(f!) out) -> ()");
     m.def("moe_rows(Tensor x, Tensor counts, Tensor tokens, Tensor weights, Tensor tables, int bits, float limit, "
           "Tensor(a!) state, Tensor(b!) mid, Tensor(c!) out) -> ()");
+    m.def("moe_grouped(Tensor x, Tensor experts, Tensor tokens, Tensor slots, Tensor weights, Tensor tiles, Tensor tables, "
+          "float limit, Tensor(a!) rotated, Tensor(b!) mid, Tensor(c!) out) -> ()");
     m.def("decode(Tensor trellis, int bits) -> Tensor");
     m.def("concurrency(int device) -> int", &concurrency);
 }
@@ -81,5 +84,6 @@ TORCH_LIBRARY_IMPL(glm_exl3, CUDA, m)
 {
     m.impl("moe_coop", &moe_coop);
     m.impl("moe_rows", &moe_rows);
+    m.impl("moe_grouped", &moe_grouped);
     m.impl("decode", &decode);
 }

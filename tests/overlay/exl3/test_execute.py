@@ -3,7 +3,15 @@
 import pytest
 import torch
 from glm_vllm_overlay.exl3 import format as exl3
-from glm_vllm_overlay.exl3.execute import BackendError, Experts, ReferenceBackend, activate, make_backend
+from glm_vllm_overlay.exl3.execute import (
+    TILE_ROWS,
+    BackendError,
+    Experts,
+    ReferenceBackend,
+    activate,
+    make_backend,
+    row_tiles,
+)
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 256, 128, 2
 
@@ -97,3 +105,23 @@ def test_default_backend_of_a_cpu_is_the_reference() -> None:
 def test_backends_that_cannot_run(name: str, message: str) -> None:
     with pytest.raises(BackendError, match=message):
         make_backend(name, make_experts(), TOP_K)
+
+
+def test_shared_suh_is_read_from_the_checkpoint() -> None:
+    experts = make_experts()
+    assert not experts.shared_suh
+    experts.w13_suh[:, 1] = experts.w13_suh[:, 0]
+    assert experts.shared_suh
+    experts.w13_suh[EXPERTS - 1, 1, 7] *= 2
+    assert not experts.shared_suh
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 128, 129, 0, 300], [1], [0, 0, 5], [4096, 0], [127, 128, 256, 257]])
+def test_every_slot_lies_in_exactly_one_row_tile(counts: list[int]) -> None:
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    covered = torch.zeros(sum(counts), dtype=torch.int64)
+    for expert, first, rows in row_tiles(experts, len(counts)).t().tolist():
+        assert 0 <= rows <= TILE_ROWS
+        covered[first : first + rows] += 1
+        assert (experts[first : first + rows] == expert).all()
+    assert (covered == 1).all()

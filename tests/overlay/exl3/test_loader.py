@@ -161,14 +161,6 @@ def test_geometry_that_cannot_be_served(change: dict[str, object], message: str)
         shape(**{"tp_size": 1, **change})
 
 
-def test_shared_suh_is_read_from_the_checkpoint() -> None:
-    tensors = checkpoint()
-    assert not fill(make_loader(shape()), tensors).shared_input_scales()
-    for expert in range(EXPERTS):
-        tensors[expert, "w3", "suh"] = tensors[expert, "w1", "suh"]
-    assert fill(make_loader(shape()), tensors).shared_input_scales()
-
-
 def test_bytes_of_the_recipes_layer() -> None:
     """6,322,176 bytes an expert and rank: with 288 experts and 42 layers the recipe's 71.22 GiB."""
     layer = ExpertShape(288, 4096, 2048, 4, "mcg", 2, 0)

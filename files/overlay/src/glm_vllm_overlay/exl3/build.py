@@ -34,7 +34,7 @@ UNITS = (
     "quant/comp_units/exl3_moe_inst_k4_cb1.cu",
     "quant/comp_units/exl3_moe_coop_inst_k4.cu",
 )
-OURS = ("bindings.cpp", "absent.cpp")
+OURS = ("grouped.cu", "bindings.cpp", "absent.cpp")
 # Every kernel that the operators launch, by a part of its mangled name.
 KERNELS = (
     "exl3_moe_coop_rot_kernel",
@@ -45,6 +45,10 @@ KERNELS = (
     "exl3_moe_kernelILi4ELi128ELi1",
     "exl3_moe_kernelILi4ELi256ELi1",
     "reconstruct_kernelILi4ELi1E",
+    "grouped_rotate_kernel",
+    "grouped_gemm_kernel",
+    "grouped_activate_kernel",
+    "grouped_reduce_kernel",
 )
 CUDA_FLAGS = (
     "-std=c++20", "-O3", "--use_fast_math", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC",

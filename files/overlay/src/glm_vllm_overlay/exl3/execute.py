@@ -5,8 +5,8 @@
 
 * ``reference``: decoded once to float32, plain torch. CPU machines, tests.
 * ``loop``: decoded by the kernel expert by expert, multiplied by torch. To tell a kernel's fault from a loader's.
-* ``fused``: exllamav3's kernels. Up to 256 slots (32 tokens at top-8) the cooperative one, which is captured in CUDA
-  graphs; above that `moe_rows` in batches no larger than its scratch, so that it cannot skip an expert.
+* ``fused``: up to 256 slots (32 tokens at top-8) exllamav3's cooperative kernel, which is captured in CUDA graphs;
+  above that our grouped kernel (csrc/grouped.cu), which decodes a tile once per 128 rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from glm_vllm_overlay.exl3.format import BLOCK, Packed, dequantise, rotate
 
 BACKENDS = ("fused", "loop", "reference")
 COOP_SLOTS = 256  # what the cooperative kernel's run table holds
-ROWS_BATCH = 1024  # tokens a launch of moe_rows, and rows of its scratch
+GROUP_TOKENS = 4096  # most tokens a launch of the grouped kernel: what its scratch holds
+TILE_ROWS = 128  # rows for which the grouped kernel decodes a tile once
 
 
 class BackendError(RuntimeError):
@@ -48,6 +49,11 @@ class Experts:
     @property
     def width(self) -> int:
         return self.w2_suh.shape[-1]
+
+    @property
+    def shared_suh(self) -> bool:
+        """Whether gate and up of every expert have the same input scales, so that one rotation serves both."""
+        return bool(torch.equal(self.w13_suh[:, 0], self.w13_suh[:, 1]))
 
     def projections(self) -> tuple[Packed, Packed, Packed]:
         """Gate, up and down as stacks over experts."""
@@ -131,9 +137,9 @@ class LoopBackend:
 class _Scratch:
     """Kernel scratch shared by all layers of one shape on one device: the layers of a step run one after another."""
 
-    _made: dict[tuple[torch.device, int, int, int], _Scratch] = {}
+    _made: dict[tuple[torch.device, int, int, int, int, int], _Scratch] = {}
 
-    def __init__(self, device: torch.device, hidden: int, width: int, top_k: int) -> None:
+    def __init__(self, device: torch.device, hidden: int, width: int, top_k: int, batch: int, planes: int) -> None:
         def half(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float16, device=device)
 
@@ -145,21 +151,43 @@ class _Scratch:
         self.out = torch.empty(self.tokens, hidden, dtype=torch.float32, device=device)
         counters = COOP_SLOTS * (width // BLOCK) + self.tokens * (hidden // BLOCK) + 3 + 2 * COOP_SLOTS
         self.counters = torch.zeros(counters, dtype=torch.int32, device=device)
-        groups = torch.ops.glm_exl3.concurrency(device.index or 0)
-        self.state, self.mid = half(2, groups, ROWS_BATCH, hidden), half(2, groups, ROWS_BATCH, width)
+        self.batch = batch
+        self.wide, self.mid = half(planes, batch * top_k, hidden), half(2, batch * top_k, width)
 
     @classmethod
-    def of(cls, device: torch.device, hidden: int, width: int, top_k: int) -> _Scratch:
-        key = (device, hidden, width, top_k)
+    def of(cls, device: torch.device, hidden: int, width: int, top_k: int, batch: int, planes: int) -> _Scratch:
+        key = (device, hidden, width, top_k, batch, planes)
         if key not in cls._made:
             cls._made[key] = cls(*key)
         return cls._made[key]
 
 
-class FusedBackend:
-    """exllamav3's fused kernels on CUDA; float16 inside: `check_overflow` finds inputs beyond 65504."""
+def row_tiles(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """int32 ``[3, M]``: expert, first slot and number of rows of every tile that `moe_grouped` works on.
 
-    def __init__(self, experts: Experts, top_k: int, check_overflow: bool = False) -> None:
+    experts int64 ``[S]`` ascending, one a slot; `count` = number of experts. Every slot lies in exactly one tile, so no
+    expert can be skipped, however many rows it has. M depends on shapes alone: unused tiles have 0 rows.
+    """
+    device = experts.device
+    rows = torch.zeros(count, dtype=torch.int64, device=device).scatter_add_(0, experts, torch.ones_like(experts))
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    ends = tiles.cumsum(0)
+    index = torch.arange(experts.numel() // TILE_ROWS + min(count, experts.numel()), device=device)
+    expert = torch.searchsorted(ends, index, right=True)
+    used = expert < count
+    expert = expert.clamp(max=count - 1)
+    within = (index - (ends - tiles)[expert]) * TILE_ROWS
+    first = (rows.cumsum(0) - rows)[expert] + within
+    size = (rows[expert] - within).clamp(0, TILE_ROWS) * used
+    return torch.stack((expert, first, size)).int()
+
+
+class FusedBackend:
+    """The fused kernels on CUDA; float16 inside: `check_overflow` finds inputs beyond 65504."""
+
+    def __init__(
+        self, experts: Experts, top_k: int, max_tokens: int = GROUP_TOKENS, check_overflow: bool = False
+    ) -> None:
         from glm_vllm_overlay.exl3 import ops
 
         ops.load()
@@ -167,7 +195,8 @@ class FusedBackend:
         self.experts = experts
         self.check_overflow = check_overflow
         self.tables = experts.pointer_tables()
-        self.scratch = _Scratch.of(experts.w2_trellis.device, experts.hidden, experts.width, top_k)
+        planes, batch = 1 if experts.shared_suh else 2, min(max_tokens, GROUP_TOKENS)
+        self.scratch = _Scratch.of(self.tables.device, experts.hidden, experts.width, top_k, batch, planes)
         self._warm(top_k)
 
     def _warm(self, top_k: int) -> None:
@@ -183,10 +212,10 @@ class FusedBackend:
         if x.shape[0] <= self.scratch.tokens:
             out = self._coop(values, weights, ids)
         else:
-            out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            for part in range(0, x.shape[0], ROWS_BATCH):
-                stop = part + ROWS_BATCH
-                self._rows(values[part:stop], weights[part:stop], ids[part:stop], out[part:stop])
+            out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            parts = -(-x.shape[0] // self.scratch.batch)
+            for part in zip(*(t.tensor_split(parts) for t in (values, weights, ids, out)), strict=True):
+                self._grouped(*part)
         if self.check_overflow:
             self._find_overflow(x, values, out)
         return out.to(x.dtype, copy=True)  # `out` may be scratch, whatever the dtype
@@ -199,14 +228,14 @@ class FusedBackend:
         )  # fmt: skip
         return s.out[: x.shape[0]]
 
-    def _rows(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-        flat = ids.flatten()
-        order = torch.argsort(flat, stable=True)
-        counts = torch.zeros(self.tables.shape[1] + 1, dtype=torch.int64, device=x.device)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        torch.ops.glm_exl3.moe_rows(
-            x, counts, order // ids.shape[1], weights.flatten()[order], self.tables, self.experts.bits,
-            self.experts.limit, self.scratch.state, self.scratch.mid, out,
+    def _grouped(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+        experts, order = ids.flatten().sort(stable=True)
+        slots = torch.empty_like(order)
+        slots[order] = torch.arange(order.numel(), device=x.device)
+        tiles = row_tiles(experts, self.tables.shape[1])
+        torch.ops.glm_exl3.moe_grouped(
+            x, experts, order // ids.shape[1], slots.view_as(ids), weights, tiles, self.tables, self.experts.limit,
+            self.scratch.wide, self.scratch.mid, out,
         )  # fmt: skip
 
     def _find_overflow(self, x: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -227,7 +256,9 @@ def _check_kernels_fit(experts: Experts) -> None:
         )
 
 
-def make_backend(name: str, experts: Experts, top_k: int, check_overflow: bool = False) -> Backend:
+def make_backend(
+    name: str, experts: Experts, top_k: int, max_tokens: int = GROUP_TOKENS, check_overflow: bool = False
+) -> Backend:
     """The backend `name`; empty = fused on CUDA, reference elsewhere. BackendError when it cannot run here."""
     cuda = experts.w2_trellis.is_cuda
     name = name or ("fused" if cuda else "reference")
@@ -237,4 +268,4 @@ def make_backend(name: str, experts: Experts, top_k: int, check_overflow: bool =
         raise BackendError(f"exl3_backend {name} needs a CUDA device; on this machine set exl3_backend to reference")
     if name == "reference":
         return ReferenceBackend(experts)
-    return LoopBackend(experts) if name == "loop" else FusedBackend(experts, top_k, check_overflow)
+    return LoopBackend(experts) if name == "loop" else FusedBackend(experts, top_k, max_tokens, check_overflow)

@@ -179,11 +179,6 @@ class ExpertLoader:
                 f" {', '.join(self.missing())}{' …' if self.expected - self.loaded > 3 else ''}"
             )
 
-    def shared_input_scales(self) -> bool:
-        """Whether gate and up of every expert have the same suh in this checkpoint."""
-        suh = self.parameters["w13_suh"]
-        return bool(torch.equal(suh[:, 0], suh[:, 1]))
-
 
 def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -35,5 +35,5 @@ def register_fakes() -> None:
     def decode(trellis: torch.Tensor, bits: int) -> torch.Tensor:
         return trellis.new_empty(trellis.shape[0] * 16, trellis.shape[1] * 16, dtype=torch.float16)
 
-    for name in ("moe_coop", "moe_rows"):
+    for name in ("moe_coop", "moe_grouped", "moe_rows"):
         torch.library.register_fake(f"glm_exl3::{name}", lambda *arguments: None)

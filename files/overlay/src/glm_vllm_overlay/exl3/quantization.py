@@ -158,7 +158,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         loader: ExpertLoader = layer.exl3_loader
         loader.finish()
-        settings = get_current_vllm_config().additional_config or {}
+        config = get_current_vllm_config()
+        settings = config.additional_config or {}
         experts = Experts(
             bits=self.bits,
             codebook=self.codebook,
@@ -167,11 +168,15 @@ class Exl3MoEMethod(FusedMoEMethodBase):
                for group in ("w13", "w2") for name in ("trellis", "suh", "svh")},
         )  # fmt: skip
         layer.exl3_backend = make_backend(
-            settings.get("exl3_backend", ""), experts, layer.top_k, bool(settings.get("exl3_check_overflow"))
+            settings.get("exl3_backend", ""),
+            experts,
+            layer.top_k,
+            config.scheduler_config.max_num_batched_tokens,
+            bool(settings.get("exl3_check_overflow")),
         )
         logger.info_once(
             "EXL3 experts: %d-bit %s, %d tensors a layer complete, gate and up share suh: %s, backend %s",
-            self.bits, self.codebook, loader.loaded, loader.shared_input_scales(), type(layer.exl3_backend).__name__,
+            self.bits, self.codebook, loader.loaded, experts.shared_suh, type(layer.exl3_backend).__name__,
         )  # fmt: skip
 
     def apply(
