@@ -104,7 +104,7 @@ test-pair: setup ## the whole site on the twin, converged once
 test-full: ## test, with both executors and every scenario
 	@$(MAKE) test-lint test-unit test-overlay test-roles
 	@echo "== tests/pair"
-	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full' THEN='molecule test --scenario-name pair'
+	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full' THEN='molecule test --scenario-name pair </dev/null'
 
 .PHONY: run-pair
 run-pair:

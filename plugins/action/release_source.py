@@ -31,7 +31,7 @@ def source_files(root: Path) -> list[Path]:
 
 
 def pack(packages: dict[str, Path]) -> bytes:
-    """Uncompressed tar of the named package folders, with fixed owner, mode and time so that equal input gives equal bytes."""
+    """Uncompressed tar of the named package folders; fixed owners, modes and times make equal input equal bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name in sorted(packages):

@@ -12,8 +12,8 @@ description:
     rendered systemd units. C(current) and C(previous) are symlinks to two of them.
   - C(state=planned) compares the wanted content with C(current) and says which number a new deployment would get.
   - C(state=staged) writes the folder; nothing that runs is touched.
-  - C(state=promoted) makes it C(current), installs its units and the links that name it, and removes units that only the
-    former deployment had.
+  - C(state=promoted) makes it C(current), installs its units and the links that name it, and removes units that only
+    the former deployment had.
 options:
   state:
     description: What to do.
@@ -150,7 +150,7 @@ class Deployments:
         return json.loads(text) if text else {}
 
     def content(self, number):
-        """(serve.yaml, units, facts without number, time and reason) of a deployment; None for one that is not whole."""
+        """(serve.yaml, units, facts without number, time and reason); None for a deployment that is not whole."""
         if number is None:
             return None
         facts = self.facts(number)
@@ -175,7 +175,7 @@ class Deployments:
             schema=1,
             n=number,
             serve_sha256=hashlib.sha256(serve.encode()).hexdigest(),
-            when=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             why=why,
         )
         write(os.path.join(path, "deployment.json"), json.dumps(record, indent=2, sort_keys=True) + "\n")

@@ -48,12 +48,12 @@ def test_first_deployment_is_installed_whole(call, tmp_path):
     current = tmp_path / "var/lib/glm-vllm/deployments/current"
     assert current.readlink() == Path("1")
     assert (tmp_path / "etc/systemd/system/glm-vllm-head.service").read_text() == UNITS["glm-vllm-head.service"]
-    assert (tmp_path / "etc/glm-vllm/serve.yaml").readlink() == Path(
-        "/var/lib/glm-vllm/deployments/current/serve.yaml"
-    )
+    assert (tmp_path / "etc/glm-vllm/serve.yaml").readlink() == Path("/var/lib/glm-vllm/deployments/current/serve.yaml")
     assert (tmp_path / "usr/local/bin/glm-vllm").readlink() == Path("/opt/glm-vllm/releases/aaa/venv/bin/glm-vllm")
     record = json.loads((current / "deployment.json").read_text())
-    assert record["schema"] == 1 and record["n"] == 1 and record["release"] == "aaa" and len(record["serve_sha256"]) == 64
+    assert (
+        record["schema"] == 1 and record["n"] == 1 and record["release"] == "aaa" and len(record["serve_sha256"]) == 64
+    )
 
 
 def test_same_content_changes_nothing(call):
