@@ -8,7 +8,8 @@ DOCUMENTATION = r"""
 module: engine_wait
 short_description: Wait until the engine answers, or until it is plain that it won't
 description:
-  - Asks C(/health) on the engine's Unix socket until it answers 200, for at most O(seconds).
+  - Waits until the unit is active and C(/health) on the engine's Unix socket answers 200, for at most O(seconds). An
+    engine that is on its way out may still answer.
   - O(restarts) or more restarts of the unit since it was started by hand mean that waiting is of no use.
 options:
   unit: {description: The engine's systemd unit., type: str, required: true}
@@ -28,7 +29,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-serving: {description: Whether /health answered 200., type: bool, returned: always}
+serving: {description: Whether the unit is active and /health answered 200., type: bool, returned: always}
 hopeless: {description: Whether the unit failed too often or was stopped., type: bool, returned: always}
 last: {description: The unit's last journal lines., type: list, elements: str, returned: when not serving}
 """
@@ -67,15 +68,20 @@ def healthy(path):
 
 
 def unit_state(unit):
-    """(active state, number of automatic restarts) as systemd has them."""
+    """(active state, number of automatic restarts, whether a start or stop is queued) as systemd has them."""
     said = subprocess.run(
-        ["systemctl", "show", "--property=ActiveState", "--property=NRestarts", unit],
+        ["systemctl", "show", "--property=ActiveState,NRestarts,Job", unit],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     properties = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
-    return properties.get("ActiveState", ""), int(properties.get("NRestarts") or 0)
+    return properties.get("ActiveState", ""), int(properties.get("NRestarts") or 0), bool(properties.get("Job"))
+
+
+def is_hopeless(active, restarts, queued, enough):
+    """Whether waiting is of no use. A unit that waits for another one, as for Ray behind its gate, is inactive too."""
+    return restarts >= enough or (active in ("inactive", "failed") and not queued)
 
 
 def main():
@@ -91,10 +97,10 @@ def main():
     p = module.params
     end = time.monotonic() + p["seconds"]
     while True:
-        if healthy(p["socket"]):
+        active, restarts, queued = unit_state(p["unit"])
+        if active == "active" and healthy(p["socket"]):
             module.exit_json(changed=False, serving=True, hopeless=False)
-        active, restarts = unit_state(p["unit"])
-        hopeless = active in ("inactive", "failed") or restarts >= p["restarts"]
+        hopeless = is_hopeless(active, restarts, queued, p["restarts"])
         if hopeless or module.check_mode or time.monotonic() >= end:
             break
         time.sleep(1)
