@@ -200,6 +200,7 @@ def serve_config(
         # doesn't count the tensors of a quantised model by itself.
         options["quantization"] = plain(quantization)
         options["model-loader-extra-config"] = {"enable_weights_track": True}
+        options["additional-config"] = {"exl3_backend": wanted("exl3_backend")}
     if chat_template:
         options["chat-template"] = plain(chat_template)
     if any(wanted("limit_mm").values()):

@@ -207,6 +207,13 @@ def test_health_and_metrics_need_no_key(gateway, path):
     assert gateway.ask(f"{path}/x")[0] == 401
 
 
+@pytest.mark.parametrize("path", ["/metrics/../health", "/v1/models/../../health", "/metrics/%2e%2e/health"])
+def test_an_open_path_leads_nowhere_else(gateway, path):
+    """The engine reads a path as it stands; what is /health to the gateway must be that to the engine."""
+    status, _, body = gateway.ask(path)
+    assert status == 200 and json.loads(body)["path"] == "/health"
+
+
 def test_the_engine_never_sees_a_key(gateway):
     """Keys stop at the door."""
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):

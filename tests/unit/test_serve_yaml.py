@@ -32,6 +32,7 @@ def config(**changes):
 def test_gb10_is_rendered_exactly():
     """The file that two Sparks get, key by key."""
     assert serve_yaml.serve_yaml(config()) == serve_yaml.HEADER + (
+        'additional-config: \'{"exl3_backend":"fused"}\'\n'
         'default-chat-template-kwargs: \'{"reasoning_effort":"high"}\'\n'
         "distributed-executor-backend: mp\n"
         "enable-auto-tool-choice: true\n"
