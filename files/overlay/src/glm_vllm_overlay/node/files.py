@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from glm_vllm_overlay.node.errors import Unusable
@@ -56,8 +57,9 @@ def read_line(path: Path, default: str = "") -> str:
 
 def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
     """Replace `path` in one step: a reader sees the old text or the new one, never half of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    # A name nobody can foretell, and never an existing file: root writes into the engine's own folder too.
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), mode)
