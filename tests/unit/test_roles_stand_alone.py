@@ -1,0 +1,44 @@
+"""Each step is a playbook of its own, where other roles' defaults are not loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = {
+    name: (file.parts[-3], value)
+    for file in sorted((ROOT / "roles").glob("*/defaults/main.yml"))
+    for name, value in yaml.safe_load(file.read_text()).items()
+}
+FILES = [
+    file
+    for folder in ("tasks", "vars", "defaults", "templates", "handlers")
+    for file in sorted((ROOT / "roles").glob(f"*/{folder}/**/*"))
+    if file.suffix in (".yml", ".j2")
+]
+EXPRESSION = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|^ *(?:-? *when|that|loop|until|-):? .*$", re.DOTALL | re.MULTILINE)
+
+
+def foreign(file: Path) -> list[tuple[str, str | None]]:
+    """(variable, its default in words or None) for each use of another role's public variable in an expression."""
+    role = file.relative_to(ROOT / "roles").parts[0]
+    text = "\n".join(EXPRESSION.findall(file.read_text()))
+    used = re.findall(r"(?<![\w.'\"])([a-z][a-z0-9_]+)\b(?:\s*\|\s*default\(([^()]*)\))?", text)
+    return [(name, given or None) for name, given in used if name in DEFAULTS and DEFAULTS[name][0] != role]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT / "roles")))
+def test_a_variable_of_another_role_has_that_roles_default(file):
+    for name, given in foreign(file):
+        assert given is not None, f"{name} is {DEFAULTS[name][0]}'s: without | default(...) this role needs that one"
+        assert yaml.safe_load(given) == DEFAULTS[name][1], f"{name} | default({given}) is not its role's default"
+
+
+def test_the_test_sees_what_it_is_about():
+    """The toolkit's place is cuda-sm121's and the engine's units name it."""
+    uses = foreign(ROOT / "roles/glm-vllm-overlay/vars/main/gb10.yml")
+    assert ("cuda_sm121_cuda_home", "'/usr/local/cuda-13.0'") in uses
