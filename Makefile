@@ -29,7 +29,7 @@ AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-
 .PHONY: $(AS_ROOT)
 $(AS_ROOT):
 	@command -v sudo >/dev/null || { echo "make $@ needs root (it makes namespaces and mounts) and there is no sudo here: run it as root."; exit 1; }
-	@sudo --preserve-env=TWIN_STATE,TWIN_CACHE,TWIN_PREFIX,TWIN_NET $(MAKE) $@ $(if $(ROLE),ROLE=$(ROLE)) $(if $(FAULT),FAULT=$(FAULT)) $(if $(N),N=$(N))
+	@sudo --preserve-env=TWIN_STATE,TWIN_CACHE,TWIN_PREFIX,TWIN_NET $(MAKE) $@ $(if $(ROLE),ROLE=$(ROLE))
 else
 
 .PHONY: setup
