@@ -7,7 +7,7 @@ Serves vLLM 0.32.0 (CPU) and 0.33.0.
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,7 @@ class Exl3Config(QuantizationConfig):
         return None
 
 
+@functools.lru_cache(maxsize=2)
 def _read(model: str) -> Checkpoint | None:
     """The headers of a local checkpoint; None when `model` is no folder here (a hub name, a test's fake)."""
     return read_checkpoint(Path(model)) if model and Path(model).is_dir() else None
@@ -149,7 +150,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             parameters[name] = parameter.data
         loader = ExpertLoader(layer.layer_name, shape, parameters)
         for name in parameters:
-            set_weight_attrs(getattr(layer, name), {"weight_loader": partial(_load, loader, name.split("_", 1)[1])})
+            set_weight_attrs(
+                getattr(layer, name), {"weight_loader": functools.partial(_load, loader, name.split("_", 1)[1])}
+            )
         layer.exl3_loader = loader
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:

@@ -1,0 +1,113 @@
+"""The quantisation config and the wiring to vLLM's loader, without an engine."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+# Torch's CPU build lacks the operators that torchvision registers shapes for; vLLM imports it before any plugin.
+pytest.importorskip("glm_vllm_twin.torchvision_ops").declare()
+
+from glm_vllm_overlay.exl3 import quantization  # noqa: E402
+from glm_vllm_overlay.exl3.loader import CheckpointError  # noqa: E402
+from glm_vllm_overlay.exl3.quantization import Exl3Config, Exl3MoEMethod  # noqa: E402
+
+
+def test_the_ledger_does_not_travel_to_the_workers() -> None:
+    stamp = {"quant_method": "exl3", "bits": 4.0, "codebook": "mcg", "tensor_storage": {"x": "y" * 10000}}
+    config = Exl3Config.from_config(stamp)
+    assert (config.bits, config.codebook) == (4, "mcg")
+    assert "tensor_storage" not in stamp and len(pickle.dumps(config)) < 1000
+
+
+def test_fractional_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"bits is 3.05: one whole bit width is served"):
+        Exl3Config.from_config({"quant_method": "exl3", "bits": 3.05})
+
+
+def test_a_foreign_stamp_promises_nothing() -> None:
+    config = Exl3Config.from_config({"quant_method": "modelopt", "bits": 8})
+    assert (config.bits, config.codebook) == (None, None)
+    assert Exl3Config.override_quantization_method({"quant_method": "modelopt"}, None, SimpleNamespace()) is None
+
+
+def test_linear_layers_stay_native_and_others_are_left_alone() -> None:
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    config = Exl3Config(4, "mcg")
+    assert isinstance(config.get_quant_method(LinearBase.__new__(LinearBase), "x"), UnquantizedLinearMethod)
+    assert config.get_quant_method(torch.nn.Module(), "lm_head") is None
+
+
+def test_experts_without_bits_or_codebook_are_refused() -> None:
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    layer = RoutedExperts.__new__(RoutedExperts)
+    with pytest.raises(CheckpointError, match="names no bits or no codebook"):
+        Exl3Config(None, None).get_quant_method(layer, "experts")
+
+
+class FakeLayer(torch.nn.Module):
+    layer_name = "model.layers.3.mlp.experts"
+    apply_router_weight_on_input = False
+
+
+def method(monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> Exl3MoEMethod:
+    monkeypatch.setattr(quantization, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(quantization, "get_tensor_model_parallel_world_size", lambda: size)
+    return Exl3MoEMethod(SimpleNamespace(), 4, "mcg")
+
+
+def create(target: Exl3MoEMethod, layer: FakeLayer, **change: Any) -> None:
+    sizes = {"num_experts": 2, "hidden_size": 256, "intermediate_size_per_partition": 128, "global_num_experts": 2}
+    target.create_weights(layer, params_dtype=torch.bfloat16, **{**sizes, **change})
+
+
+def test_parameters_have_the_names_that_vllm_maps_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = FakeLayer()
+    create(method(monkeypatch, 1, 2), layer)
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        "w13_trellis": (2, 2, 16, 8, 64),
+        "w13_suh": (2, 2, 256),
+        "w13_svh": (2, 2, 128),
+        "w13_mcg": (2, 2),
+        "w2_trellis": (2, 8, 16, 64),
+        "w2_suh": (2, 128),
+        "w2_svh": (2, 256),
+        "w2_mcg": (2,),
+    }
+
+
+def test_loader_takes_vllms_call_and_never_says_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = FakeLayer()
+    create(method(monkeypatch, 1, 2), layer)
+    svh = torch.arange(256).half()
+    arguments = {"expert_id": 1, "shard_id": "w3", "return_success": True}
+    assert layer.w13_svh.weight_loader(layer.w13_svh, svh, "experts.routed_experts.w13_svh", **arguments) is True
+    assert torch.equal(layer.w13_svh[1, 1], svh[128:])
+    with pytest.raises(CheckpointError, match="appears twice"):
+        layer.w13_svh.weight_loader(layer.w13_svh, svh, "experts.routed_experts.w13_svh", **arguments)
+
+
+def test_an_incomplete_layer_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, target = FakeLayer(), method(monkeypatch)
+    create(target, layer)
+    with pytest.raises(CheckpointError, match="0 of 24 expert tensors arrived"):
+        target.process_weights_after_loading(layer)
+
+
+def test_expert_parallel_and_weighted_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, target = FakeLayer(), method(monkeypatch)
+    with pytest.raises(ValueError, match="without --enable-expert-parallel"):
+        create(target, layer, global_num_experts=4)
+    layer.apply_router_weight_on_input = True
+    with pytest.raises(ValueError, match="applies the router's weight to the output"):
+        create(target, layer)
+
+
+def test_sizes_are_never_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert method(monkeypatch).maybe_roundup_sizes(4096, 1024, torch.bfloat16, None) == (4096, 1024)
+    assert method(monkeypatch).topk_indices_dtype == torch.int64
