@@ -11,6 +11,8 @@ from pair import Run
 
 # Where the roles put things. Everything else on a disk is packages', logs or caches.
 ROOTS = ("/etc", "/opt", "/usr/local", "/var/lib/glm-vllm", "/var/cache/glm-vllm")
+# Folders of ours that are filled one thing at a time: that the folder is foretold says nothing of what is in it.
+SHARED = ("/", *ROOTS, "/etc/glm-vllm", "/opt/glm-vllm", "/var/lib/glm-vllm/deployments")
 LIST = """
 find "$@" -xdev \\( -name venv -prune -o -true \\) -printf 'path %p\\n' 2>/dev/null
 cut -d: -f1 /etc/passwd | sed 's/^/user /'
@@ -52,8 +54,8 @@ def foretold(run: Run, host: str) -> set[str]:
             kind = "path" if record["kind"] in ("file", "dir", "symlink") else record["kind"]
             if not record["before"].get("exists") and not record["before"].get("installed"):
                 found.add(f"{kind} {record['name']}")
-        if module.endswith(".group"):
-            found.add(f"group {result['name']}")
+                if kind == "user":
+                    found.add(f"group {record['name']}")
         if module.endswith(".apt"):
             found |= {f"package {name}" for block in NEW_PACKAGES.findall(result["stdout"]) for name in block.split()}
     return found
@@ -63,4 +65,4 @@ def covered(thing: str, by: set[str]) -> bool:
     """Whether a thing is foretold, as it stands or with the folder that it lies in."""
     kind, _, name = thing.partition(" ")
     parents = PurePosixPath(name).parents if kind == "path" else ()
-    return thing in by or any(f"path {parent}" in by for parent in parents if str(parent) not in (*ROOTS, "/"))
+    return thing in by or any(f"path {parent}" in by for parent in parents if str(parent) not in SHARED)

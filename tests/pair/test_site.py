@@ -36,7 +36,7 @@ def test_what_check_mode_foretells_is_what_the_run_creates(
         said = disk.foretold(foretold, node)
         now = disk.read(node)
         came = now.created_since(after_check[node])
-        assert len(said) > 40 and len(came) > 40, "the lists are too short to be right"
+        assert len(said) > 30 and len(came) > 30, "the lists are too short to be right"
         wrong = {thing for thing in came if not disk.covered(thing, said)}
         wrong |= {f"not {thing}" for thing in said if thing.split()[0] in disk.KINDS and thing not in now.things}
         for thing in wrong:
@@ -45,7 +45,7 @@ def test_what_check_mode_foretells_is_what_the_run_creates(
                 used.add(pattern)
             else:
                 surprises.append(f"{node}: {thing}")
-    assert not surprises, "\n".join(sorted(surprises))
+    assert not surprises, "\n".join(sorted(surprises)[:40])
     assert used == set(exceptions()), "docs/check-mode.md lists exceptions that are none"
     assert len(used) <= 10
 
