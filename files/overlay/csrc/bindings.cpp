@@ -1,4 +1,4 @@
-// torch.library operators over exllamav3's fused MoE kernels.
+// torch.library operators over exllamav3's fused MoE kernels and our grouped one (grouped.cu).
 //
 // exllamav3's own front ends check shapes and dtypes; here only what they cannot know is checked: that every tensor is
 // on one CUDA device, and that scratch is large enough for no expert to be skipped.
@@ -45,6 +45,7 @@ void moe_coop(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weig
 // x [T, H] f16; counts [E + 1] int64; tokens [T * k] int64 and weights [T * k] f16, both sorted by expert;
 // state [2, C, R, H] f16 and mid [2, C, R, I] f16 with C <= concurrency(device); out [T, H] f32 is added to.
 // The kernel skips an expert with more than R rows without a word: R >= T makes that impossible.
+// The yardstick of benchmarks/moe.py; serving uses moe_grouped, which is faster at every size.
 void moe_rows(const at::Tensor& x, const at::Tensor& counts, const at::Tensor& tokens, const at::Tensor& weights,
               const at::Tensor& tables, int64_t bits, double limit, at::Tensor state, at::Tensor mid, at::Tensor out)
 {

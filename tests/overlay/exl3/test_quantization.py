@@ -111,3 +111,15 @@ def test_expert_parallel_and_weighted_inputs_are_refused(monkeypatch: pytest.Mon
 def test_sizes_are_never_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert method(monkeypatch).maybe_roundup_sizes(4096, 1024, torch.bfloat16, None) == (4096, 1024)
     assert method(monkeypatch).topk_indices_dtype == torch.int64
+
+
+def test_the_overflow_check_needs_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(
+        additional_config={"exl3_check_overflow": True}, model_config=SimpleNamespace(enforce_eager=False)
+    )
+    monkeypatch.setattr(quantization, "get_current_vllm_config", lambda: config)
+    layer, target = FakeLayer(), method(monkeypatch)
+    create(target, layer)
+    monkeypatch.setattr(layer.exl3_loader, "finish", lambda: None)
+    with pytest.raises(ValueError, match="set enforce-eager: true with it"):
+        target.process_weights_after_loading(layer)

@@ -163,6 +163,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         loader.finish()
         config = get_current_vllm_config()
         settings = config.additional_config or {}
+        check_overflow = bool(settings.get("exl3_check_overflow"))
+        if check_overflow and not config.model_config.enforce_eager:
+            raise ValueError("exl3_check_overflow looks at values after every layer: set enforce-eager: true with it")
         experts = Experts(
             bits=self.bits,
             codebook=self.codebook,
@@ -175,7 +178,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             experts,
             layer.top_k,
             config.scheduler_config.max_num_batched_tokens,
-            bool(settings.get("exl3_check_overflow")),
+            check_overflow,
         )
         logger.info_once(
             "EXL3 experts: %d-bit %s, %d tensors a layer complete, gate and up share suh: %s, backend %s",
