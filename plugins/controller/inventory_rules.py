@@ -368,7 +368,11 @@ def _ablation(get: _Effective) -> Iterator[Problem]:
         yield get.problem(
             "glm_vllm_overlay_ablation_enabled",
             "is true and glm_vllm_overlay_ablation_file is empty",
-            "name the file with the direction, or set it to false",
+            "set it to false",
+        )
+    elif get["glm_vllm_overlay_ablation_enabled"]:
+        yield get.problem(
+            "glm_vllm_overlay_ablation_enabled", "is true, and this release has no ablation hook", "set it to false"
         )
     layers = get["glm_vllm_overlay_ablation_layers"]
     if layers is not None and not (len(layers) == 2 and 0 <= layers[0] <= layers[1] <= LAYERS):
@@ -380,17 +384,19 @@ def _ablation(get: _Effective) -> Iterator[Problem]:
 
 
 def _gateway(get: _Effective) -> Iterator[Problem]:
-    cert, key = get["glm_vllm_overlay_tls_cert"], get["glm_vllm_overlay_tls_key"]
-    if get["glm_vllm_overlay_http"] == "off" and cert == "":
+    if get["glm_vllm_overlay_http"] == "off":
         yield get.problem(
             "glm_vllm_overlay_http",
-            "is off and glm_vllm_overlay_tls_cert is empty, so nothing would listen",
-            "name a certificate and its key, or set it to lan or loopback",
+            "is off and this release serves no HTTPS, so nothing would listen",
+            "set it to lan or loopback",
         )
-    if cert and key == "":
-        yield get.problem("glm_vllm_overlay_tls_cert", "is set without glm_vllm_overlay_tls_key", "set both or none")
-    if key and cert == "":
-        yield get.problem("glm_vllm_overlay_tls_key", "is set without glm_vllm_overlay_tls_cert", "set both or none")
+    for name in ("glm_vllm_overlay_tls_cert", "glm_vllm_overlay_tls_key"):
+        if get[name]:
+            yield get.problem(
+                name,
+                "is set, and this release serves no HTTPS",
+                "remove it, and put a proxy of yours before glm_vllm_overlay_http: loopback",
+            )
     names: set[str] = set()
     for index, entry in enumerate(get["glm_vllm_overlay_api_keys"] or ()):
         if not re.fullmatch(r"[0-9a-f]{64}", entry["key"]):
@@ -547,9 +553,6 @@ def _files(get: _Effective) -> Iterator[Problem]:
     wanted = {
         "glm_vllm_overlay_wheelhouse": "folder",
         "glm_vllm_overlay_chat_template": "file",
-        "glm_vllm_overlay_tls_cert": "file",
-        "glm_vllm_overlay_tls_key": "file",
-        "glm_vllm_overlay_ablation_file": "file",
     }
     for name, kind in wanted.items():
         text = get[name]

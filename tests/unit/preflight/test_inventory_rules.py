@@ -156,7 +156,11 @@ BROKEN = {
     "ablation_without_a_file": (
         {"glm_vllm_overlay_ablation_enabled": True},
         "glm_vllm_overlay_ablation_enabled is true and glm_vllm_overlay_ablation_file is empty: "
-        "name the file with the direction, or set it to false.",
+        "set it to false.",
+    ),
+    "ablation_before_its_release": (
+        {"glm_vllm_overlay_ablation_enabled": True, "glm_vllm_overlay_ablation_file": __file__},
+        "glm_vllm_overlay_ablation_enabled is true, and this release has no ablation hook: set it to false.",
     ),
     "ablation_layers_backwards": (
         {"glm_vllm_overlay_ablation_layers": [45, 15]},
@@ -188,8 +192,8 @@ BROKEN = {
     ),
     "nothing_listens": (
         {"glm_vllm_overlay_http": "off"},
-        "glm_vllm_overlay_http is off and glm_vllm_overlay_tls_cert is empty, so nothing would listen: "
-        "name a certificate and its key, or set it to lan or loopback.",
+        "glm_vllm_overlay_http is off and this release serves no HTTPS, so nothing would listen: "
+        "set it to lan or loopback.",
     ),
     "key_of_the_wrong_form": (
         {"glm_vllm_overlay_api_keys": [{"name": "me", "key": "secret"}]},
@@ -298,17 +302,19 @@ BROKEN = {
         {"glm_vllm_overlay_wheelhouse": "wheels"},
         'glm_vllm_overlay_wheelhouse is the text "wheels": write the whole path from /.',
     ),
-    "key_without_a_certificate": (
+    "private_key_before_https": (
         {"glm_vllm_overlay_tls_key": __file__},
-        "glm_vllm_overlay_tls_key is set without glm_vllm_overlay_tls_cert: set both or none.",
+        "glm_vllm_overlay_tls_key is set, and this release serves no HTTPS: "
+        "remove it, and put a proxy of yours before glm_vllm_overlay_http: loopback.",
     ),
     "relative_source": (
         {"model_fetch_sources": [{"path": "models/mine", "licence": "none"}]},
         'model_fetch_sources[0].path is the text "models/mine": write the whole path from /.',
     ),
-    "certificate_without_a_key": (
+    "certificate_before_https": (
         {"glm_vllm_overlay_tls_cert": __file__},
-        "glm_vllm_overlay_tls_cert is set without glm_vllm_overlay_tls_key: set both or none.",
+        "glm_vllm_overlay_tls_cert is set, and this release serves no HTTPS: "
+        "remove it, and put a proxy of yours before glm_vllm_overlay_http: loopback.",
     ),
 }
 
