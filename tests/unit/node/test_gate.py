@@ -220,7 +220,7 @@ DIFFERENCES = [
     ("ABLIT", "1", "spark-a runs ABLIT=0 and spark-b 1: undo"),
     ("ABLIT", "", "spark-a runs ABLIT=0 and spark-b nothing: undo"),
     ("executor", "ray", "spark-a has executor mp and spark-b ray: run site.yml for both"),
-    ("release", "r2", "spark-a has release r1 and spark-b r2: run site.yml or playbooks/rollback.yml for both"),
+    ("release", "r2", "spark-a has release r1 and spark-b r2: run site.yml for both"),
     ("config_sha256", "0123456789abcdef", "and spark-b 0123456789ab: run playbooks/serve.yml for both"),
     ("model", "target@rev2", "spark-a has model target@rev1 and spark-b target@rev2: run site.yml for both"),
     ("drafter", None, "spark-a has drafter drafter@rev1 and spark-b none: run site.yml for both"),

@@ -157,7 +157,7 @@ def different(mine: dict, peer: dict) -> str:
             )
     for key, title, remedy in (
         ("executor", "executor", "run site.yml for both"),
-        ("release", "release", "run site.yml or playbooks/rollback.yml for both"),
+        ("release", "release", "run site.yml for both"),
         ("config_sha256", "a serve.yaml with hash", "run playbooks/serve.yml for both"),
         ("model", "model", "run site.yml for both"),
         ("drafter", "drafter", "run site.yml for both"),
