@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from ansible import constants as C
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
@@ -67,8 +68,9 @@ class ActionModule(ActionBase):
         lock_bytes = lock.read_bytes()
         archive = pack(packages)
         identity = release_id(archive, lock_bytes.decode(), str(self._task.args["python"]))
-        target = Path(tempfile.gettempdir()) / f"glm-vllm-release-{os.getuid()}-{identity}.tar"
-        if not target.exists() or target.read_bytes() != archive:
+        # Ansible's own folder of this run, which nobody else can write to and which goes with the run.
+        target = Path(C.DEFAULT_LOCAL_TMP) / f"glm-vllm-release-{identity}.tar"
+        if not target.exists():  # another host's task may write the same bytes now
             handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name)
             with os.fdopen(handle, "wb") as stream:
                 stream.write(archive)
