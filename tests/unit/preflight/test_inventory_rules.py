@@ -155,8 +155,7 @@ BROKEN = {
     ),
     "ablation_without_a_file": (
         {"glm_vllm_overlay_ablation_enabled": True},
-        "glm_vllm_overlay_ablation_enabled is true and glm_vllm_overlay_ablation_file is empty: "
-        "set it to false.",
+        "glm_vllm_overlay_ablation_enabled is true and glm_vllm_overlay_ablation_file is empty: set it to false.",
     ),
     "ablation_before_its_release": (
         {"glm_vllm_overlay_ablation_enabled": True, "glm_vllm_overlay_ablation_file": __file__},
