@@ -72,6 +72,13 @@ def test_an_engine_that_answers_503_does_not(wait, tmp_path):
         assert not wait(active="active")["serving"]
 
 
+def test_an_engine_on_its_way_out_does_not_serve(wait, tmp_path):
+    """A restart has been asked for, and the former engine still answers."""
+    with Server(tmp_path / "api.sock", 200):
+        answer = wait(active="deactivating", job=7)
+    assert not answer["serving"] and not answer["hopeless"]
+
+
 def test_a_slow_start_is_not_hopeless(wait):
     answer = wait(active="activating", restarts=1)
     assert not answer["serving"] and not answer["hopeless"] and answer["last"] == ["the last line"]
