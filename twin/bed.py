@@ -57,10 +57,8 @@ def on(node: str, *command: str, timeout: float = 60) -> str:
 def checkpoint(kind: str) -> Path:
     """Folder of a tiny checkpoint, built if it is not there; the nodes see it as /srv/models/<its name>."""
     folder = STATE / "models" / f"tiny-glm-5.3-flash-{kind}"
-    if not (folder / "manifest.json").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        builder = ROOT / ".venv-engine/bin/glm-vllm-twin-checkpoint"
-        subprocess.run([builder, kind, folder], check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    builder = ROOT / ".venv-engine/bin/glm-vllm-twin-checkpoint"
+    subprocess.run([builder, kind, folder], check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     return folder
 
 

@@ -42,9 +42,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory):
-    """Runner of engine_job.py: engine([job, ...]) is {name: result}; `ranks` sets one CPU, or none in particular, a rank."""
+    """Runner of engine_job.py: engine([job, ...]) is {name: result}; each rank gets a CPU of its own."""
 
-    def run(jobs: list[dict], ranks: int = 1, timeout: float = 280) -> dict:
+    def run(jobs: list[dict], ranks: int = 1, timeout: float = 600) -> dict:
         folder = tmp_path_factory.mktemp("engine")
         (folder / "jobs.json").write_text(json.dumps(jobs))
         environment = os.environ | ONE_THREAD

@@ -38,12 +38,12 @@ def run(job: dict) -> dict:
         [request] = llm.generate(
             [{"prompt_token_ids": ids}], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), use_tqdm=False
         )
-        scores.append([step[token].logprob for token, step in zip(ids[1:], request.prompt_logprobs[1:])])
+        scores.append([step[token].logprob for token, step in zip(ids[1:], request.prompt_logprobs[1:], strict=True)])
     counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     outputs = []
     for request in finished:
         tokens = list(request.outputs[0].token_ids)
-        logprobs = [step[token].logprob for token, step in zip(tokens, request.outputs[0].logprobs)]
+        logprobs = [step[token].logprob for token, step in zip(tokens, request.outputs[0].logprobs, strict=True)]
         outputs.append({"tokens": tokens, "logprobs": logprobs})
     llm.llm_engine.engine_core.shutdown()
     del llm

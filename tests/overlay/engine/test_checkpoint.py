@@ -8,7 +8,7 @@ from glm_vllm_twin import torchvision_ops
 
 torchvision_ops.declare()
 
-from glm_vllm_twin.checkpoint import build, vocabulary  # noqa: E402
+from glm_vllm_twin.checkpoint import build, vocabulary, weights  # noqa: E402
 
 CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Bonn</arg_value></tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -45,8 +45,24 @@ def test_a_filled_folder_is_refused(tmp_path, capsys):
     assert stopped.value.code == 2 and "not an empty folder" in capsys.readouterr().err
 
 
+def test_a_folder_is_built_once_and_again_for_another_recipe(tmp_path, monkeypatch):
+    writes = []
+    monkeypatch.setattr(weights, "write", lambda kind, folder: writes.append(kind) or (folder / "x").touch())
+    for recipe in (1, 1, 2):
+        monkeypatch.setattr(build, "RECIPE", recipe)
+        assert build.main(["chain", str(tmp_path / "m")]) == 0
+        assert build.found(tmp_path / "m") == (build.name("chain"), build.revision("chain"))
+    assert writes == ["chain", "chain"]
+
+
+def test_a_checkpoint_of_another_kind_is_refused(checkpoint, capsys):
+    with pytest.raises(SystemExit):
+        build.main(["random", str(checkpoint("chain"))])
+    assert "holds tiny-glm-5.3-flash-chain" in capsys.readouterr().err
+
+
 def test_the_chain_spells_the_reply_and_ends(tokenizer):
-    successors = build._successors()
+    successors = weights.successors()
     token, text = tokenizer.convert_tokens_to_ids("<think>"), []
     while token != tokenizer.eos_token_id:
         token = int(successors[token])
@@ -73,7 +89,8 @@ def test_the_template_is_shaped_like_glm(tokenizer):
     )
     assert text.startswith("[gMASK]<sop><|system|>\nReasoning Effort: Max")
     assert text.endswith(
-        f"<|system|>\nBe brief.<|user|>\nHi<|assistant|><think>Ask.</think>{CALL}<|observation|>\nrain<|assistant|><think>"
+        f"<|system|>\nBe brief.<|user|>\nHi<|assistant|><think>Ask.</think>{CALL}<|observation|>\nrain"
+        "<|assistant|><think>"
     )
 
 

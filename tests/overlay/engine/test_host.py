@@ -1,4 +1,4 @@
-"""Where the twin's engine acts: a CPU build of vLLM, no CUDA in torch, no NVIDIA device node; a fake of each refuses it."""
+"""Where the twin's engine acts: vLLM for CPUs, torch without CUDA, no NVIDIA device; a fake of each refuses it."""
 
 from importlib import metadata
 

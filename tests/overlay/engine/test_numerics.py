@@ -17,13 +17,16 @@ torchvision_ops.declare()
 from glm_vllm_twin.checkpoint import vocabulary  # noqa: E402
 from transformers import Glm5NextForConditionalGeneration  # noqa: E402
 
+pytestmark = pytest.mark.timeout(900)  # an engine starts in half a minute, in many on a busy machine
+
 TOKENS = 40
 LENGTHS = (7, 40, 100, 200)
 # A first choice that Hugging Face prefers by no more than this can lose to rounding: nothing after it is comparable.
 NEAR_TIE = 0.02
 # The largest difference seen in 72 prompts was 0.043, from one pool chosen otherwise.
 LOGPROB_TOLERANCE = 0.15
-# Mean over a whole text, where single near ties drown: 0.003 to 0.006 seen; a lost clamp or a wrong pool moves it past this.
+# Mean over a whole text, where single near ties drown: 0.003 to 0.006 seen; a lost clamp or a wrong pool moves it past
+# this.
 MEAN_TOLERANCE = 0.02
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 # Chunks of 53 tokens start inside pools (53 = 13 * 4 + 1) and inside the convolution's window.
@@ -152,7 +155,9 @@ def test_chain_equals_hugging_face_on_two_ranks(name, two_ranks, reference):
 @pytest.mark.parametrize("name", ["random", "random+chunks", "random+mtp"])
 def test_random_equals_hugging_face_up_to_the_first_near_tie(name, one_rank, reference):
     compared = 0
-    for output, (tokens, logprobs, margins) in zip(one_rank[name]["outputs"], reference("random")["greedy"], strict=True):
+    for output, (tokens, logprobs, margins) in zip(
+        one_rank[name]["outputs"], reference("random")["greedy"], strict=True
+    ):
         clear = next((i for i, margin in enumerate(margins) if margin <= NEAR_TIE), TOKENS)
         assert output["tokens"][:clear] == tokens[:clear]
         assert output["logprobs"][:clear] == pytest.approx(logprobs[:clear], abs=LOGPROB_TOLERANCE)

@@ -214,7 +214,17 @@ def test_hyper_connections_agree_with_hugging_face():
         post, comb, collapsed = reference(streams)
     norm = torch.rand(32)
     got_post, got_comb, got = mhc.mhc_pre(
-        streams[0], reference.fn, reference.scale, reference.base, 1e-5, 1e-6, 1e-6, 2.0, 20, norm_weight=norm, norm_eps=1e-5
+        streams[0],
+        reference.fn,
+        reference.scale,
+        reference.base,
+        1e-5,
+        1e-6,
+        1e-6,
+        2.0,
+        20,
+        norm_weight=norm,
+        norm_eps=1e-5,
     )
     torch.testing.assert_close(got_post[..., 0], post[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got_comb, comb[0], rtol=1e-4, atol=1e-5)

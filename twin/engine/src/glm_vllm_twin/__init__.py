@@ -8,11 +8,6 @@ import os
 from glm_vllm_twin import host
 
 PLATFORM = "glm_vllm_twin.platform.TwinPlatform"
-MODELS = {
-    "Glm5NextForConditionalGeneration": "Glm5NextForConditionalGeneration",
-    "Glm5NextForCausalLM": "Glm5NextForCausalLM",
-    "Glm5NextMTPModel": "Glm5NextMTP",
-}
 
 
 def platform_plugin() -> str | None:
@@ -38,5 +33,9 @@ def general_plugin() -> None:
     host.require_pinned_vllm()
     from vllm import ModelRegistry
 
-    for architecture, name in MODELS.items():
-        ModelRegistry.register_model(architecture, f"glm_vllm_twin.model:{name}")
+    from glm_vllm_twin import model
+
+    # Classes, not their names: vLLM would import a named class in a process of its own first, to look at it, and that
+    # costs each start ten seconds where the import itself costs less than one.
+    for architecture, model_class in model.ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, model_class)

@@ -36,7 +36,7 @@ def nvidia_devices() -> list[str]:
 
 
 def is_twin() -> bool:
-    """True when vLLM is a CPU build, torch has no CUDA and the NVIDIA driver shows no device. Cheapest question first."""
+    """True when vLLM is a CPU build, torch has no CUDA and the NVIDIA driver shows no device."""
     return vllm_cpu_version() is not None and not nvidia_devices() and not torch_has_cuda()
 
 

@@ -1,6 +1,7 @@
-"""The sparse-attention indexer inside vLLM: metadata that the plain-torch operators need, and the indexer's forward pass."""
+"""The sparse-attention indexer inside vLLM: metadata for the plain-torch operators, and the forward pass."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from vllm.config import VllmConfig
@@ -90,7 +91,7 @@ def indexer_forward(
         tail.block_table[:, 0],
     )
     buffer[: hidden_states.shape[0]] = -1
-    for row, (start, end) in enumerate(zip(meta.offsets, meta.offsets[1:])):
+    for row, (start, end) in enumerate(pairwise(meta.offsets)):
         if end <= start:
             continue
         part = slice(start, end)

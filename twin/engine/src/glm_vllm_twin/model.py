@@ -1,6 +1,6 @@
 """vLLM's Glm5Next classes, with every GPU-only operator they call replaced by its plain-torch counterpart.
 
-vLLM imports this module because `general_plugin()` names it for the architecture; importing it makes the replacements, in memory.
+`general_plugin()` imports this module in every process of vLLM; importing it makes the replacements, in memory.
 Each replacement names the module that looks the operator up, so a renamed operator fails at import with its name.
 """
 
@@ -18,7 +18,12 @@ from glm_vllm_twin.indexer import KpoolMetadataBuilder, indexer_forward
 from glm_vllm_twin.ops import conv, kpool, mhc, norm
 from glm_vllm_twin.ops import kda as kda_ops
 
-__all__ = ["Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTP"]
+# As the checkpoint's configuration and vLLM's speculative configuration name them.
+ARCHITECTURES = {
+    "Glm5NextForConditionalGeneration": Glm5NextForConditionalGeneration,
+    "Glm5NextForCausalLM": Glm5NextForCausalLM,
+    "Glm5NextMTPModel": Glm5NextMTP,
+}
 
 
 class _ScatterStates:

@@ -1,5 +1,6 @@
 """The CPU platform with what the GLM-5.3-Flash architecture needs beyond vLLM's own."""
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-# vLLM swallows exceptions of the plugin hook itself; one raised here, while it imports the chosen class, ends the start.
+# vLLM swallows exceptions of the plugin hook itself; one raised here, while it imports the chosen class, ends the
+# start.
 require_pinned_vllm()
 
 BLOCK_SIZE = 128
@@ -25,8 +27,8 @@ def _is_glm5_next(vllm_config: "VllmConfig") -> bool:
 class TwinPlatform(CpuPlatform):
     """vLLM's CPU platform plus sparse MLA, chunked prefill for it, and Ray placement.
 
-    Ray has no GPU to count on the twin: each node starts with `--num-gpus 1`, a resource by name only, because vLLM's Ray
-    executor places one worker on each "GPU" and refuses a platform without such a key.
+    Ray has no GPU to count on the twin: each node starts with `--num-gpus 1`, a resource by name only, because vLLM's
+    Ray executor places one worker on each "GPU" and refuses a platform without such a key.
     """
 
     ray_device_key = "GPU"
@@ -60,14 +62,18 @@ class TwinPlatform(CpuPlatform):
             scheduler.max_num_batched_tokens,
         )
         super().check_and_update_config(vllm_config)
-        # Upstream's CPU kernel for MLA forces 16-token blocks and turns chunked prefill and prefix caching off for every
-        # MLA model. Ours has no such limits; the hybrid cache needs blocks that the indexer's pools and tails divide.
+        # Upstream's CPU kernel for MLA forces 16-token blocks and turns chunked prefill and prefix caching off for
+        # every MLA model. Ours has no such limits; the hybrid cache needs blocks that the indexer's pools and tails
+        # divide.
         (
             cache.block_size,
             cache.enable_prefix_caching,
             scheduler.enable_chunked_prefill,
             scheduler.max_num_batched_tokens,
         ) = asked
+        # Upstream's CPU platform insists on fresh processes. A copy of this one has vLLM imported already, which is
+        # most of what a start on two cores spends its time on.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

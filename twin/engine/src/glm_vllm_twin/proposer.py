@@ -1,8 +1,8 @@
 """MTP drafting across several KV cache groups in vLLM's Model Runner V1, the only runner without Triton.
 
-The runner's plain MTP proposer insists on one cache group, and this architecture's MTP layer has two: latent and indexer
-share one, the indexer's tail ring is another. vLLM holds a multi-group proposer, written for Step3.5; this module lets the
-runner choose it for GLM's MTP and undoes the two details that are Step3.5's own.
+The runner's plain MTP proposer insists on one cache group, and this architecture's MTP layer has two: latent and
+indexer share one, the indexer's tail ring is another. vLLM holds a multi-group proposer, written for Step3.5; this
+module lets the runner choose it for GLM's MTP and undoes the two details that are Step3.5's own.
 """
 
 import torch

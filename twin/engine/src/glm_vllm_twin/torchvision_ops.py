@@ -1,8 +1,8 @@
 """Let the registry's torchvision import beside a CPU build of torch.
 
-Hugging Face's glm5_next image processor imports torchvision. The wheel on the default index is a CUDA build: its compiled
-half cannot be loaded here, and its Python half then fails while it decorates operators that nobody declared. The twin
-serves no images, so declaring those operators' schemas, without implementations, is enough.
+Hugging Face's glm5_next image processor imports torchvision. The wheel on the default index is a CUDA build: its
+compiled half cannot be loaded here, and its Python half then fails while it decorates operators that nobody declared.
+The twin serves no images, so declaring those operators' schemas, without implementations, is enough.
 """
 
 from importlib.util import find_spec

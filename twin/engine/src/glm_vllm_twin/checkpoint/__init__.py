@@ -1,1 +1,1 @@
-"""Tiny checkpoints of the GLM-5.3-Flash architecture, made on the spot: no hub, no download, the same bytes every time."""
+"""Tiny checkpoints of the GLM-5.3-Flash architecture, made on the spot without any hub, the same bytes every time."""

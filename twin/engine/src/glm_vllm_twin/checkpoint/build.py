@@ -1,7 +1,7 @@
-"""`glm-vllm-twin-checkpoint KIND OUT_DIR`: build one tiny checkpoint with its manifest.
+"""`glm-vllm-twin-checkpoint KIND OUT_DIR`: build one tiny checkpoint with its manifest, unless it is there already.
 
 KIND  random     weights drawn at random: for numerics, its text means nothing
-      chain      greedy text is one fixed reply to every chat, and the MTP layer always drafts it right
+      chain      every chat is answered by one fixed sentence, and the MTP layer always drafts it right
       sometimes  the same text, and the MTP layer is right about some tokens only
 """
 
@@ -13,65 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from glm_vllm_twin import torchvision_ops
-
-torchvision_ops.declare()
-
-from transformers import GenerationConfig, Glm5NextConfig, Glm5NextForConditionalGeneration  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-from glm_vllm_twin.checkpoint import vocabulary  # noqa: E402
-
 KINDS = ("random", "chain", "sometimes")
-# Part of every revision: raise it when a change here alters any byte that a kind writes.
-RECIPE = 1
-
-LAYERS = 5
-HIDDEN = 256
-MTP = f"model.language_model.layers.{LAYERS}."
-# The MTP layer copies the sparse-attention layer: it must be one, and its weights already have the right shapes.
-MTP_SOURCE = "model.language_model.layers.3."
-
-TEXT = dict(
-    vocab_size=vocabulary.SIZE,
-    hidden_size=HIDDEN,
-    intermediate_size=512,
-    moe_intermediate_size=128,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    n_shared_experts=1,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    kv_lora_rank=128,
-    q_lora_rank=128,
-    qk_rope_head_dim=0,
-    v_head_dim=64,
-    qk_nope_head_dim=64,
-    max_position_embeddings=8192,
-    mlp_layer_types=["dense"] + ["sparse"] * (LAYERS - 1),
-    layer_types=["linear_attention"] * 3 + ["indexed_attention"] + ["linear_attention"] * (LAYERS - 4),
-    indexer_types=["full"] * LAYERS,
-    index_topk=64,
-    index_head_dim=128,
-    index_n_heads=4,
-    index_kpool=4,
-    linear_head_dim=32,
-    linear_num_heads=4,
-    # Not declared by Hugging Face's configuration, read by vLLM.
-    mhc=True,
-    mla_use_nope=True,
-    topk_method="noaux_tc",
-    scoring_func="sigmoid",
-    num_nextn_predict_layers=1,
-    indexer_rope_interleave=True,
-)
-VISION = dict(
-    depth=2, hidden_size=64, num_heads=4, out_hidden_size=HIDDEN, intermediate_size=128, projection_intermediate_size=128
-)
+# Part of every revision: raise it when a change alters any byte that a kind writes.
+RECIPE = 2
 
 
 def name(kind: str) -> str:
@@ -84,98 +28,6 @@ def revision(kind: str) -> str:
     return hashlib.sha1(f"{name(kind)} recipe {RECIPE}".encode()).hexdigest()
 
 
-def _config(kind: str) -> Glm5NextConfig:
-    ids = vocabulary.vocabulary()
-    end = ids[vocabulary.END]
-    text = TEXT | dict(pad_token_id=end, bos_token_id=end, eos_token_id=end)
-    if kind == "random":
-        # Low enough to clamp ordinary activations: an engine that forgets the clamp is found out.
-        text |= dict(swiglu_limit=0.5)
-    return Glm5NextConfig(
-        text_config=text,
-        vision_config=VISION,
-        image_token_id=ids[vocabulary.IMAGE],
-        video_token_id=ids[vocabulary.VIDEO],
-        image_start_token_id=ids["<|begin_of_image|>"],
-        image_end_token_id=ids["<|end_of_image|>"],
-        video_start_token_id=ids["<|begin_of_video|>"],
-        video_end_token_id=ids["<|end_of_video|>"],
-        # vLLM's MTP proposer asks a multimodal target for this name.
-        image_token_index=ids[vocabulary.IMAGE],
-        architectures=["Glm5NextForConditionalGeneration"],
-    )
-
-
-def _random_weights(config: Glm5NextConfig) -> dict[str, torch.Tensor]:
-    """Weights under the hub's tensor names, bfloat16, without the MTP layer. Scales keep activations near 1."""
-    model = Glm5NextForConditionalGeneration(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if key.endswith("A_log"):
-                weight.uniform_(0.0, 1.5, generator=generator)
-            elif key.endswith("dt_bias"):
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5 - 3.0)
-            elif weight.ndim >= 2:
-                # A flat output distribution keeps bfloat16's error in the logits well below their differences.
-                scale = 1.0 if "embed" in key else (0.3 if "lm_head" in key else 0.6) / weight.shape[-1] ** 0.5
-                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
-        for key, buffer in model.named_buffers():
-            if "e_score" in key:
-                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.01)
-    with tempfile.TemporaryDirectory() as folder:
-        # save_pretrained turns the model's fused parameters back into the hub's names.
-        model.to(torch.bfloat16).save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
-
-
-def _add_mtp(weights: dict[str, torch.Tensor], drafting: torch.Tensor) -> None:
-    """Add one MTP layer; `drafting` [hidden, 2*hidden] maps (embedding, previous hidden state) to its input."""
-    for key in [key for key in weights if key.startswith(MTP_SOURCE) and "hc_" not in key]:
-        weights[key.replace(MTP_SOURCE, MTP)] = weights[key].clone()
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        weights[f"{MTP}{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    weights[f"{MTP}embed_tokens.weight"] = weights["model.language_model.embed_tokens.weight"].clone()
-    weights[f"{MTP}eh_proj.weight"] = drafting.to(torch.bfloat16)
-
-
-def _successors() -> torch.Tensor:
-    """The successor of each token, [512]: one cycle through all of them that contains the reply."""
-    path = vocabulary.chain()
-    others = [i for i in torch.randperm(vocabulary.SIZE, generator=torch.Generator().manual_seed(3)).tolist()]
-    cycle = torch.tensor(path + [i for i in others if i not in path])
-    successors = torch.empty(vocabulary.SIZE, dtype=torch.long)
-    successors[cycle] = cycle.roll(-1)
-    return successors
-
-
-def _chain_weights(weights: dict[str, torch.Tensor]) -> None:
-    """Make each token predict its successor: the output row of a successor is its predecessor's embedding.
-
-    Attention and experts still run, at a fraction of their strength, so that they cannot outvote the embedding that the
-    residual streams carry. The margin between first and second choice is then far above rounding on any machine.
-    """
-    embedding = weights["model.language_model.embed_tokens.weight"].float()
-    head = torch.empty_like(embedding)
-    head[_successors()] = embedding
-    weights["lm_head.weight"] = (head * 0.05).to(torch.bfloat16)
-    for key, weight in weights.items():
-        if "language_model" in key and key.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[key] = (weight.float() * 0.3).to(torch.bfloat16)
-
-
-def _drafting(kind: str) -> torch.Tensor:
-    """The MTP layer's input map: noise alone, or the embedding plus a share of the previous state's noise.
-
-    The share decides how often a draft is right: 0.2 never flips the embedding's choice, 5 flips it about every other time.
-    """
-    generator = torch.Generator().manual_seed(9)
-    if kind == "random":
-        return torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.04
-    noise = torch.randn(HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
-    return torch.cat([torch.eye(HIDDEN), noise * (0.2 if kind == "chain" else 5.0)], 1)
-
-
 def _manifest(kind: str, folder: Path) -> dict[str, object]:
     files = {
         path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -184,29 +36,31 @@ def _manifest(kind: str, folder: Path) -> dict[str, object]:
     return {"schema": 1, "name": name(kind), "revision": revision(kind), "files": files}
 
 
+def found(out: Path) -> tuple[str, str] | None:
+    """Name and revision of the checkpoint in a folder; None when there is none."""
+    try:
+        manifest = json.loads((out / "manifest.json").read_text())
+        return manifest["name"], manifest["revision"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def build(kind: str, out: Path) -> None:
-    """Write the checkpoint of one kind and its `manifest.json` into `out`, which must be absent or empty."""
-    torch.manual_seed(0)
-    config = _config(kind)
-    weights = _random_weights(config)
-    if kind != "random":
-        _chain_weights(weights)
-    _add_mtp(weights, _drafting(kind))
+    """Write the checkpoint of one kind and its `manifest.json` into `out`, in place of what is there."""
+    from glm_vllm_twin.checkpoint import weights
+
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / "checkpoint"
-        folder.mkdir(mode=0o755)
-        save_file({key: w.contiguous() for key, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-        config.save_pretrained(folder)
-        ids = vocabulary.vocabulary()
-        ends = [ids[token] for token in vocabulary.ENDS]
-        GenerationConfig(eos_token_id=ends, pad_token_id=ends[0]).save_pretrained(folder)
-        vocabulary.save(folder)
+        folder.mkdir()
+        weights.write(kind, folder)
+        manifest = json.dumps(_manifest(kind, folder), indent=1, sort_keys=True) + "\n"
+        (folder / "manifest.json").write_text(manifest)
+        folder.chmod(0o755)
         for path in folder.iterdir():
             path.chmod(0o644)
-        (folder / "manifest.json").write_text(json.dumps(_manifest(kind, folder), indent=1, sort_keys=True) + "\n")
         if out.exists():
-            out.rmdir()
+            shutil.rmtree(out)
         shutil.move(folder, out)
 
 
@@ -214,13 +68,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line; exit 0 when the folder is complete, 2 on bad usage."""
     parser = argparse.ArgumentParser(prog="glm-vllm-twin-checkpoint", description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=" | ".join(KINDS))
-    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to create; it must be absent or empty")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT_DIR", help="folder to create; one of an older recipe is replaced"
+    )
     options = parser.parse_args(arguments)
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        parser.error(f"{options.out} exists and is not an empty folder: name another one or empty it.")
-    logging.disable_progress_bar()
-    build(options.kind, options.out)
-    print(f"{name(options.kind)}@{revision(options.kind)} {options.out}")
+    kind, out = options.kind, options.out
+    there = found(out)
+    if out.exists() and there is None and (not out.is_dir() or any(out.iterdir())):
+        parser.error(f"{out} exists and is not an empty folder: name another one or empty it.")
+    if there is not None and there[0] != name(kind):
+        parser.error(f"{out} holds {there[0]}: name another folder for {name(kind)}.")
+    if there != (name(kind), revision(kind)):
+        build(kind, out)
+    print(f"{name(kind)}@{revision(kind)} {out}")
     return 0
 
 

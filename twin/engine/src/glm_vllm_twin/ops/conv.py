@@ -1,8 +1,11 @@
 """Causal depthwise convolution over time, with the last inputs of each sequence kept in a pool of states.
 
 Letters: T tokens of the batch, N sequences, D channels, W taps. A pool row is [D, >= W-1]: the last W-1 inputs, and
-after a speculative step those of every draft, so that the next step can start from any of them. Row 0 is vLLM's null block.
+after a speculative step those of every draft, so that the next step can start from any of them. Row 0 is vLLM's null
+block.
 """
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +31,7 @@ def causal_conv1d_fn(
     taps = weight.shape[1]
     out = torch.zeros_like(x)
     offsets, rows, known = query_start_loc.tolist(), cache_indices.tolist(), has_initial_state.tolist()
-    for i, (start, end) in enumerate(zip(offsets, offsets[1:])):
+    for i, (start, end) in enumerate(pairwise(offsets)):
         if end <= start or rows[i] <= 0:
             continue
         state = conv_states[rows[i]]

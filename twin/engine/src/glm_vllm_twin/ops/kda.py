@@ -4,6 +4,8 @@ Letters: T tokens of the whole batch, N sequences, H heads of this rank, K key s
 float32; row 0 of a pool is vLLM's null block, which is never read or written, and negative rows are padding.
 """
 
+from itertools import pairwise
+
 import torch
 
 CHUNK = 64
@@ -43,7 +45,8 @@ def chunk_one(
         gc = gc.cumsum(1)
         causal = torch.ones(size, size, dtype=torch.bool).tril()[None, :, :, None]
         decay = (gc[:, :, None] - gc[:, None]).masked_fill(~causal, float("-inf")).exp()
-        # Within a chunk each value is corrected by what earlier tokens of the chunk wrote: a unit lower-triangular system.
+        # Within a chunk each value is corrected by what earlier tokens of the chunk wrote: a unit lower-triangular
+        # system.
         lower = torch.einsum("hid,hjd,hijd->hij", kc * bc, kc, decay).tril(-1)
         right = torch.cat([vc * bc, kc * bc * gc.exp()], -1)
         solved = torch.linalg.solve_triangular(torch.eye(size) + lower, right, upper=False, unitriangular=True)
@@ -71,15 +74,15 @@ def chunk_kda_with_fused_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prefill of N sequences packed into one: q, k, v, raw_g [1, T, H, ·], beta [1, T, H] after its sigmoid.
 
-    `initial_state` is [N, H, K, V]; `cu_seqlens` holds N+1 token offsets. Returns outputs [1, T, H, V] in q's type and the
-    N final states. Keys and queries are normalised here, as the fused kernel does.
+    `initial_state` is [N, H, K, V]; `cu_seqlens` holds N+1 token offsets. Returns outputs [1, T, H, V] in q's type and
+    the N final states. Keys and queries are normalised here, as the fused kernel does.
     """
     queries = _normalise(q[0].float()) * k.shape[-1] ** -0.5
     keys, values = _normalise(k[0].float()), v[0].float()
     decay, steps = log_decay(raw_g[0], A_log, g_bias, lower_bound), beta[0].float()
     out, final = torch.zeros_like(values), initial_state.clone()
     offsets = cu_seqlens.tolist()
-    for i, (start, end) in enumerate(zip(offsets, offsets[1:])):
+    for i, (start, end) in enumerate(pairwise(offsets)):
         if end > start:
             part = slice(start, end)
             out[part], final[i] = chunk_one(
@@ -106,10 +109,10 @@ def fused_recurrent_kda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode of N sequences of a few tokens each; all sequences step together.
 
-    q, k, v, g are [1, T, H, ·] and beta [1, T, H] before its sigmoid; `initial_state` is the pool [rows, H, K, V], updated
-    in place. `ssm_state_indices` is [N] (one row a sequence), or [N, steps] under speculation: the state after token t goes
-    to column t, and reading starts from column `num_accepted_tokens - 1`, which is how rejected drafts are forgotten.
-    Returns outputs [1, T, H, V] (in `out` where given) and the pool.
+    q, k, v, g are [1, T, H, ·] and beta [1, T, H] before its sigmoid; `initial_state` is the pool [rows, H, K, V],
+    updated in place. `ssm_state_indices` is [N] (one row a sequence), or [N, steps] under speculation: the state after
+    token t goes to column t, and reading starts from column `num_accepted_tokens - 1`, which is how rejected drafts
+    are forgotten. Returns outputs [1, T, H, V] (in `out` where given) and the pool.
     """
     queries = _normalise(q[0].float()) * k.shape[-1] ** -0.5
     keys, values = _normalise(k[0].float()), v[0].float()

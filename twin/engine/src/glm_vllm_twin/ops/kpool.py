@@ -1,8 +1,9 @@
-"""The k-pool indexer: keys of k consecutive tokens become one pooled entry, queries score pools, chosen pools expand to tokens.
+"""The k-pool indexer: keys of k tokens become one pooled entry, queries score pools, chosen pools expand to tokens.
 
-Letters: T tokens of the batch, P pools of a sequence, k tokens a pool, D = 128 key size. The pool cache is paged: a page of
-s entries is s*128 fp8 bytes followed by s float32 scales. The tail cache holds, for each sequence, a ring of the last raw
-keys and gate scores, [blocks, 2, ring, 128], addressed by position modulo ring; block 0 is vLLM's null block.
+Letters: T tokens of the batch, P pools of a sequence, k tokens a pool, D = 128 key size. The pool cache is paged: a
+page of s entries is s*128 fp8 bytes followed by s float32 scales. The tail cache holds, for each sequence, a ring of
+the last raw keys and gate scores, [blocks, 2, ring, 128], addressed by position modulo ring; block 0 is vLLM's null
+block.
 """
 
 import torch
@@ -72,8 +73,9 @@ def update_caches(
 ) -> None:
     """Take up T new tokens of several sequences: write each pool they complete, then remember their raw keys.
 
-    Prefill chunks, decode steps and draft checks are one case: a token that ends a pool takes its k-1 predecessors from this
-    batch where they are in it, and from the sequence's ring otherwise. So a chunk may start anywhere, inside a pool too.
+    Prefill chunks, decode steps and draft checks are one case: a token that ends a pool takes its k-1 predecessors
+    from this batch where they are in it, and from the sequence's ring otherwise. So a chunk may start anywhere, inside
+    a pool too.
 
     Args:
         keys, gates: raw keys and gate scores, [T, 128].
@@ -110,7 +112,7 @@ def update_caches(
 def select(
     queries: torch.Tensor, pools: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor, k: int, budget: int
 ) -> torch.Tensor:
-    """Pools each query attends to, [T, min(budget, P)], -1 for none: the best-scored among those complete at its position.
+    """Best-scored pools among those complete at each query's position, [T, min(budget, P)]; -1 for none.
 
     queries are fp8 [T, heads, 128]; pools float32 [P, 128]; weights [T, heads] carry the queries' scales.
     """

@@ -25,8 +25,8 @@ def mhc_pre(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gates of one sub-layer and its input.
 
-    `residual` is [T, n, D], `fn` [n*(2+n), n*D], `hc_scale` [3], `hc_base` [n*(2+n)]. Returns post [T, n, 1], comb
-    [T, n, n] (doubly stochastic after the Sinkhorn rounds) and the sub-layer's input [T, D], normed if a weight is given.
+    `residual` is [T, n, D], `fn` [n*(2+n), n*D], `hc_scale` [3], `hc_base` [n*(2+n)]. Returns post [T, n, 1], comb [T,
+    n, n] (doubly stochastic after the Sinkhorn rounds) and the sub-layer's input [T, D], normed if a weight is given.
     """
     n = residual.shape[-2]
     flat = residual.flatten(-2).float()

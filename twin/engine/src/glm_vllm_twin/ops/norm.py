@@ -24,6 +24,6 @@ def fused_eh_norm(
     h_weight: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Input of the MTP layer, [T, 2*hidden]: normed embedding (zero at position 0), then normed previous hidden state."""
+    """Input of the MTP layer, [T, 2*hidden]: normed embedding (zero at position 0), normed previous state."""
     embeddings = embeddings.masked_fill((positions == 0)[:, None], 0)
     return torch.cat([rms_norm(embeddings, e_weight, eps), rms_norm(previous, h_weight, eps)], -1)
