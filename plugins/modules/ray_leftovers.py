@@ -63,9 +63,9 @@ def unit_files(root: Path) -> list[Path]:
 
 
 def files(root: Path) -> list[Path]:
-    """Files of our Ray: what its folder holds, and the list of variables that it keeps on a node."""
+    """Files of our Ray: its folder and what that holds, and the list of variables that it keeps on a node."""
     temp, kept = root / TEMP, root / KEPT_ON_NODE
-    found = sorted(temp.iterdir()) if temp.is_dir() else []
+    found = [*sorted(temp.iterdir()), temp] if temp.is_dir() else []
     return [*found, *([kept] if kept.exists() else [])]
 
 
