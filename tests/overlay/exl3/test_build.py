@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from glm_vllm_overlay import build as command
 from glm_vllm_overlay.exl3 import build
-from glm_vllm_overlay.exl3.ops import LIBRARY
+from glm_vllm_overlay.exl3.library import LIBRARY
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 
 GIB = 1 << 30

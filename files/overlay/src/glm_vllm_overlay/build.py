@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from glm_vllm_overlay.exl3 import build as kernels
-from glm_vllm_overlay.exl3.ops import library_path
+from glm_vllm_overlay.exl3.library import library_path
 
 GIB = 1 << 30
 

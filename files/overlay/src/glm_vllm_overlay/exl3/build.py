@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from glm_vllm_overlay.exl3.ops import LIBRARY
+from glm_vllm_overlay.exl3.library import LIBRARY
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 
 EXLLAMAV3 = "1.6.5"

@@ -1,20 +1,13 @@
-"""The compiled kernels as torch operators `glm_exl3::*`: finding the library, loading it once, shapes for tracing."""
+"""The compiled kernels as torch operators `glm_exl3::*`: loading the library once, shapes for tracing."""
 
 from __future__ import annotations
 
 import functools
-import os
-import sys
 from pathlib import Path
 
 import torch
 
-LIBRARY = "glm_exl3.so"
-
-
-def library_path() -> Path:
-    """Where the kernels lie: $GLM_EXL3_LIBRARY, else in the Python environment, where `glm-vllm build` puts them."""
-    return Path(os.environ.get("GLM_EXL3_LIBRARY") or Path(sys.prefix) / "lib" / "glm-vllm" / LIBRARY)
+from glm_vllm_overlay.exl3.library import library_path
 
 
 @functools.cache
