@@ -1,8 +1,9 @@
 """Run vLLM in a process of its own: `engine_job.py JOBS RESULTS`, both JSON files.
 
-JOBS is a list of {"name", "model", "options", "prompts", "tokens", "scored"}: one engine each, in this process where it
-has one rank. RESULTS maps each name to {"outputs": [{"tokens": [...], "logprobs": [...]}, ...], "scores": [[...], ...],
-"drafted": int, "accepted": int}; a score is the log-probability of each token of a "scored" text after its first.
+JOBS is a list of {"name", "model", "options", "prompts", "tokens", "scored", "temperature"}: one engine each, in this
+process where it has one rank; temperature 0 where none is given. RESULTS maps each name to {"outputs": [{"tokens": [...],
+"logprobs": [...]}, ...], "scores": [[...], ...], "drafted": int, "accepted": int}; a score holds the log-probability of
+each token of a "scored" text after its first.
 """
 
 import gc
@@ -29,9 +30,11 @@ COMMON = dict(
 
 
 def run(job: dict) -> dict:
-    """One engine: greedy continuation of every prompt, past any end token."""
+    """One engine: a continuation of every prompt, past any end token, and the scores of every text."""
     llm = LLM(job["model"], **(COMMON | job["options"]))
-    sampling = SamplingParams(max_tokens=job["tokens"], temperature=0, logprobs=1, ignore_eos=True)
+    sampling = SamplingParams(
+        max_tokens=job["tokens"], temperature=job.get("temperature", 0), logprobs=1, ignore_eos=True
+    )
     finished = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
     scores = []
     for ids in job.get("scored", []):

@@ -115,6 +115,7 @@ def one_rank(engine, checkpoint, prompts, texts) -> dict:
     results = engine(
         [
             job("chain", "chain", {}),
+            job("chain+mtp+sampled", "chain", MTP) | {"temperature": 1.0},
             job("chain+mtp", "chain", MTP),
             job("sometimes+mtp", "sometimes", MTP),
             job("random", "random", {}),
@@ -142,7 +143,7 @@ def assert_equal(result: dict, reference: dict) -> None:
     assert [output["tokens"] for output in result["outputs"]] == [tokens for tokens, _, _ in reference["greedy"]]
 
 
-@pytest.mark.parametrize("name", ["chain", "chain+mtp"])
+@pytest.mark.parametrize("name", ["chain", "chain+mtp", "chain+mtp+sampled"])
 def test_chain_equals_hugging_face_on_one_rank(name, one_rank, reference):
     assert_equal(one_rank[name], reference("chain"))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from glm_vllm_twin.ops import conv, kda, kpool, mhc, moe
+from glm_vllm_twin.ops import conv, kda, kpool, mhc, moe, sampling
 
 
 @pytest.fixture(autouse=True)
@@ -230,3 +230,9 @@ def test_hyper_connections_agree_with_hugging_face():
     torch.testing.assert_close(got_comb, comb[0], rtol=1e-4, atol=1e-5)
     wanted = F.rms_norm(collapsed[0], (32,), norm, 1e-5)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_each_token_gets_its_requests_temperature():
+    expanded = torch.full((6,), float("nan"))
+    sampling.expand_kernel(expanded, torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 5, 6]), 0, 1)
+    assert expanded.tolist() == pytest.approx([0.7, 0.7, 1, 1, 1, 1.5])

@@ -76,5 +76,14 @@ class TwinPlatform(CpuPlatform):
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        super().register_triton_kernel_overrides()
+        from vllm.triton_utils.dispatcher import register_kernels
+
+        from glm_vllm_twin.ops import sampling
+
+        register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": sampling.expand_kernel})
+
+    @classmethod
     def get_device_communicator_cls(cls) -> str:
         return "glm_vllm_twin.communicator.TwinCommunicator"
