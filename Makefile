@@ -83,7 +83,7 @@ test-unit: setup ## seconds: plugins, modules, the node program, renderings
 .PHONY: test-overlay
 test-overlay: setup ## the engine's numerics, on the CPU
 	@echo "== tests/overlay"
-	@.venv-engine/bin/$(PYTEST) tests/overlay
+	@.venv-engine/bin/$(PYTEST) tests/overlay -m "$(or $(MARK),not full)"
 
 .PHONY: test-roles
 test-roles: setup ## one scenario a role, on bare nodes
@@ -102,7 +102,9 @@ test-pair: setup ## the whole site on the twin, converged once
 
 .PHONY: test-full
 test-full: ## test, with both executors and every scenario
-	@$(MAKE) test-lint test-unit test-overlay test-roles
+	@$(MAKE) test-lint test-unit
+	@$(MAKE) test-overlay MARK='full or not full'
+	@$(MAKE) test-roles
 	@echo "== tests/pair"
 	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full' THEN='molecule test --scenario-name pair </dev/null'
 

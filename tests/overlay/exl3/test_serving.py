@@ -135,6 +135,7 @@ def _native(state: dict, config: dict) -> None:
     state.update(plain)
 
 
+@pytest.mark.full  # an engine start each
 @pytest.mark.parametrize("name", list(REFUSALS))
 def test_a_wrong_checkpoint_is_refused_with_a_sentence(checkpoint: Path, tmp_path: Path, name: str) -> None:
     from safetensors.torch import load_file, save_file
@@ -153,6 +154,7 @@ def test_a_wrong_checkpoint_is_refused_with_a_sentence(checkpoint: Path, tmp_pat
     assert re.search(message, result.stderr + result.stdout), result.stderr[-1500:]
 
 
+@pytest.mark.full
 def test_a_checkpoint_stamped_with_another_method_is_recognised(checkpoint: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "stamped"
     shutil.copytree(checkpoint, wrong)
@@ -164,6 +166,7 @@ def test_a_checkpoint_stamped_with_another_method_is_recognised(checkpoint: Path
     assert "serving them as exl3" in result.stderr + result.stdout
 
 
+@pytest.mark.full
 def test_an_impossible_backend_is_refused(checkpoint: Path) -> None:
     result = run(GENERATE, str(checkpoint), json.dumps({"additional_config": {"exl3_backend": "fused"}}))
     assert "exl3_backend fused needs a CUDA device" in result.stderr + result.stdout
