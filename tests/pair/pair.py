@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ import ansible_runner
 import bed
 import requests
 
+WHEEL = "cachetools"  # any package of the lock will do; a small one is quick to spoil
+BUILT = (".git", ".venv", ".venv-engine", ".cache", "__pycache__", "*.egg-info", "build")
 NODES = (bed.HEAD, bed.WORKER)
 UNITS = {bed.HEAD: "glm-vllm-head", bed.WORKER: "glm-vllm-worker"}
 QUESTION = "What joins the two machines?"
@@ -170,3 +173,24 @@ def probe(*arguments: str) -> dict[str, Any]:
     """`glm-vllm probe --json` on the head, as playbooks/smoke.yml asks it."""
     said = bed.on(bed.HEAD, "sh", "-c", 'glm-vllm probe --json "$@" || [ $? = 1 ]', "probe", *arguments, timeout=500)
     return json.loads(said.splitlines()[-1])
+
+
+def other_release(folder: Path) -> Path:
+    """A copy of this project in `folder` whose release is another one."""
+    project = folder / "project"
+    shutil.copytree(bed.ROOT, project, ignore=shutil.ignore_patterns(*BUILT), symlinks=True)
+    with (project / "files/overlay/src/glm_vllm_overlay/__init__.py").open("a") as file:
+        file.write("# another release\n")
+    return project
+
+
+@contextlib.contextmanager
+def wrong_wheel(node: str) -> Iterator[None]:
+    """Inside, one wheel that a node would install is not what the lock says: a byte more, under the right name."""
+    wheel = bed.on(node, "sh", "-c", f"ls /srv/wheels/{WHEEL}-*.whl").strip()
+    spoil = 'cp "$1" /root/spoilt && echo >> /root/spoilt && mount --bind /root/spoilt "$1"'
+    bed.on(node, "sh", "-c", spoil, "spoil", wheel)
+    try:
+        yield
+    finally:
+        bed.on(node, "sh", "-c", 'umount "$1" && rm /root/spoilt', "mend", wheel)

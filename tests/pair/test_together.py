@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import bed
 import pair
@@ -33,6 +35,11 @@ def edited(node: str, setting: str) -> Iterator[None]:
         bed.on(node, "systemctl", "daemon-reload")
 
 
+def status() -> str:
+    """What the head's one screen shows; its exit status tells that something is wrong, which it is here."""
+    return bed.on(bed.HEAD, "sh", "-c", "glm-vllm status || [ $? = 1 ]")
+
+
 def says(node: str) -> str:
     """What the engine's gate or its last start says on a node."""
     said = bed.on(node, "journalctl", "--unit", pair.UNITS[node], "--lines=20", "--output=cat", "--no-pager")
@@ -53,7 +60,7 @@ def test_worker_stopped_edited_alone_and_started() -> None:
         found = pair.probe()
         assert [(check["name"], check["ok"]) for check in found["checks"]] == [("health", False)]
         assert "The engine is not ready" in found["message"]
-        pair.wait_for(lambda: "is stopped" in bed.on(bed.HEAD, "glm-vllm", "status"), 60, "status says why")
+        pair.wait_for(lambda: "glm-vllm-worker on spark-b is stopped" in status(), 30, "status says why")
         with edited(bed.WORKER, "GLM_SPECULATOR=none"):
             bed.on(bed.WORKER, "systemctl", "start", "--no-block", "glm-vllm-worker")
             sentence = (
@@ -114,6 +121,27 @@ def test_speculator_edited_away_on_both() -> None:
         )
     restart()
     assert pair.probe()["ok"]
+
+
+@pytest.mark.full
+def test_rerun_after_a_wrong_wheel_serves_the_new_release(tmp_path: Path) -> None:
+    """Two starts of the engine. Fails when a half-built release stands in the way of a whole one, or `previous` is not
+    kept for the way back."""
+    old, project = bed.state(bed.HEAD)["release"], pair.other_release(tmp_path)
+    try:
+        with pair.wrong_wheel(bed.WORKER):
+            assert pair.run_playbook("site.yml", project=project).status != 0
+        run = pair.run_playbook("site.yml", project=project)
+        assert run.status == 0, run.failures()
+        new = {bed.state(node)["release"] for node in pair.NODES}
+        assert len(new) == 1 and old not in new
+        assert pair.answer() == pair.ANSWER
+        previous = bed.on(bed.HEAD, "cat", "/var/lib/glm-vllm/deployments/previous/deployment.json")
+        assert json.loads(previous)["release"] == old
+    finally:
+        run = pair.run_playbook("site.yml")
+    assert run.status == 0, run.failures()
+    assert bed.state(bed.HEAD)["release"] == old
 
 
 def restart() -> None:
