@@ -99,24 +99,25 @@ class Gate:
         mine = state.own(self.paths, self.node) | {"environment": self.environment}
         began = time.monotonic()
         differs_since: float | None = None
+        missing = f"waiting for {fabric.peer}"
         while True:
-            self.say(f"waiting for {fabric.peer}", ready=True)
+            self.say(missing, ready=True)
             try:
                 peer = ask_peer(fabric)
             except Silent as error:
-                reason = (
+                missing = (
                     f"the watch of {fabric.peer} gives no answer ({error}): switch {fabric.peer} on, "
                     "or look at `systemctl status glm-vllm-watch` there"
                 )
-                self.wait(reason, began, self.node.gate_timeout)
+                self.wait(missing, began, self.node.gate_timeout)
                 continue
-            if difference := different(mine, peer):
+            if missing := different(mine, peer):
                 differs_since = time.monotonic() if differs_since is None else differs_since
-                self.wait(difference, differs_since, DIFFERENCE_PATIENCE)
+                self.wait(missing, differs_since, DIFFERENCE_PATIENCE)
                 continue
             differs_since = None
-            if reason := not_ready(peer, self.invocation):
-                self.wait(reason, began, self.node.gate_timeout)
+            if missing := not_ready(peer, self.invocation):
+                self.wait(missing, began, self.node.gate_timeout)
                 continue
             self.say(f"started together with {fabric.peer}", ready=True, peer=peer["session"]["id"])
             return peer
