@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 from glm_vllm_overlay.exl3.checkpoint import pack_experts, unpack_experts
-from glm_vllm_twin.checkpoint import build as twin
+from glm_vllm_twin.checkpoint.build import build
+from glm_vllm_twin.checkpoint.weights import TEXT
 from safetensors.torch import load_file, save_file
 
 
 def write(out: Path, kind: str = "random") -> None:
     """The twin's checkpoint `kind` with 256-wide experts (two ranks of 128), packed to 4 bits."""
-    twin.TEXT["moe_intermediate_size"] = 256
-    twin.build(kind, out)
+    TEXT["moe_intermediate_size"] = 256
+    build(kind, out)
     state, quantization = pack_experts(load_file(out / "model.safetensors"), search=False)
     save_file(state, out / "model.safetensors", {"format": "pt"})
     config = json.loads((out / "config.json").read_text())
