@@ -65,7 +65,7 @@ packages() { sed 's/#.*//' "$HERE/packages.txt" | xargs; }
 ready() {
   mkdir -p "$CACHE" "$WHEELS" "$REPO" "$MODELS"
   BASE=$CACHE/base-$(base_id)
-  exec 8>"$CACHE/lock"; flock 8
+  exec 8>"$CACHE/caches.lock"; flock 8
   [ -d "$BASE" ] || make_base
   [ "$(cat "$REPO/.id" 2>/dev/null)" = "$(repo_id)" ] || make_repo
   exec 8>&-
