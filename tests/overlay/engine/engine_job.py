@@ -1,9 +1,9 @@
 """Run vLLM in a process of its own: `engine_job.py JOBS RESULTS`, both JSON files.
 
 JOBS is a list of {"name", "model", "options", "prompts", "tokens", "scored", "temperature"}: one engine each, in this
-process where it has one rank; temperature 0 where none is given. RESULTS maps each name to {"outputs": [{"tokens": [...],
-"logprobs": [...]}, ...], "scores": [[...], ...], "drafted": int, "accepted": int}; a score holds the log-probability of
-each token of a "scored" text after its first.
+process where it has one rank; temperature 0 where none is given. RESULTS maps each name to {"outputs": [{"tokens",
+"logprobs"}, ...], "scores": [[...], ...], "drafted": int, "accepted": int}; a score holds the log-probability of each
+token of a "scored" text after its first.
 """
 
 import gc
