@@ -23,14 +23,15 @@ TOKENS = 40
 LENGTHS = (7, 40, 100, 200)
 # A first choice that Hugging Face prefers by no more than this can lose to rounding: nothing after it is comparable.
 NEAR_TIE = 0.02
-# The largest difference seen in 72 prompts was 0.043, from one pool chosen otherwise.
+# Where a pool or an expert with a near tie is chosen otherwise, 0.04 was seen; the bound leaves room for more.
 LOGPROB_TOLERANCE = 0.15
-# Mean over a whole text, where single near ties drown: 0.003 to 0.006 seen; a lost clamp or a wrong pool moves it past
-# this.
-MEAN_TOLERANCE = 0.02
+# Means over whole texts, where such flips drown: 0.001 to 0.002 seen against Hugging Face, 0.0009 to 0.0013 between
+# chunks and whole texts. Pools that are wrong at the start of each chunk make 0.0035 of both, a lost clamp far more.
+MEAN_TOLERANCE = 0.003
+CHUNK_TOLERANCE = 0.0022
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-# Chunks of 53 tokens start inside pools (53 = 13 * 4 + 1) and inside the convolution's window.
-CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 53}
+# Chunks of 7 tokens: most pools of 4 are completed by another chunk than the one that began them.
+CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 7}
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +168,17 @@ def test_random_equals_hugging_face_up_to_the_first_near_tie(name, one_rank, ref
 
 
 @pytest.mark.parametrize("name", ["random", "random+chunks"])
-def test_every_position_of_a_text_scores_as_with_hugging_face(name, one_rank, reference):
-    for scores, wanted in zip(one_rank[name]["scores"], reference("random")["scores"], strict=True):
-        difference = (torch.tensor(scores) - wanted).abs()
-        print(f"{name}: {len(scores)} tokens, mean {difference.mean():.4f}, largest {difference.max():.3f}")
-        assert difference.mean() < MEAN_TOLERANCE
+def test_texts_score_as_with_hugging_face(name, one_rank, reference):
+    difference = (torch.tensor(sum(one_rank[name]["scores"], [])) - torch.cat(reference("random")["scores"])).abs()
+    print(f"{name}: {len(difference)} tokens, mean {difference.mean():.4f}, largest {difference.max():.3f}")
+    assert difference.mean() < MEAN_TOLERANCE
+
+
+def test_a_text_in_chunks_scores_as_in_one_piece(one_rank):
+    whole, chunks = (torch.tensor(sum(one_rank[name]["scores"], [])) for name in ("random", "random+chunks"))
+    difference = (whole - chunks).abs().mean()
+    print(f"mean {difference:.4f}")
+    assert difference < CHUNK_TOLERANCE
 
 
 def test_drafts_of_the_chain_are_right(one_rank, two_ranks):

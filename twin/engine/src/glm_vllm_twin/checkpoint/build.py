@@ -1,6 +1,6 @@
 """`glm-vllm-twin-checkpoint KIND OUT_DIR`: build one tiny checkpoint with its manifest, unless it is there already.
 
-KIND  random     weights drawn at random: for numerics, its text means nothing
+KIND  random     weights drawn at random, with a faint chain: for numerics, its text means nothing
       chain      every chat is answered by one fixed sentence, and the MTP layer always drafts it right
       sometimes  the same text, and the MTP layer is right about some tokens only
 """

@@ -98,8 +98,7 @@ def _random_weights(config: Glm5NextConfig) -> dict[str, torch.Tensor]:
             elif key.endswith("dt_bias"):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5 - 3.0)
             elif weight.ndim >= 2:
-                # A flat output distribution keeps bfloat16's error in the logits well below their differences.
-                scale = 1.0 if "embed" in key else (0.3 if "lm_head" in key else 0.6) / weight.shape[-1] ** 0.5
+                scale = 1.0 if "embed" in key else (0.12 if "lm_head" in key else 0.6) / weight.shape[-1] ** 0.5
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
         for key, buffer in model.named_buffers():
             if "e_score" in key:
@@ -130,17 +129,31 @@ def successors() -> torch.Tensor:
     return successors
 
 
-def _chain_weights(weights: dict[str, torch.Tensor]) -> None:
-    """Make each token predict its successor: the output row of a successor is its predecessor's embedding.
-
-    Attention and experts still run, at a fraction of their strength, so that they cannot outvote the embedding that
-    the residual streams carry. The margin between first and second choice is then far above rounding on any machine,
-    and wide enough that sampling at temperature 1 says the same.
-    """
+def _chain_head(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Output head that makes each token predict its successor: a successor's row is its predecessor's embedding."""
     embedding = weights["model.language_model.embed_tokens.weight"].float()
     head = torch.empty_like(embedding)
     head[successors()] = embedding
-    weights["lm_head.weight"] = (head * 0.2).to(torch.bfloat16)
+    return head
+
+
+def _whisper_chain(weights: dict[str, torch.Tensor]) -> None:
+    """Lift each token's successor out of the flat random logits, whose near ties rounding would decide.
+
+    The random part is small, since bfloat16's error grows with it: an expert or a pool chosen otherwise at a near tie
+    then moves a logit by some hundredths, and first choices are clear by some tenths.
+    """
+    noisy = weights["lm_head.weight"].float() + 0.008 * _chain_head(weights)
+    weights["lm_head.weight"] = noisy.to(torch.bfloat16)
+
+
+def _spell_chain(weights: dict[str, torch.Tensor]) -> None:
+    """Let the chain alone decide: sampling at temperature 1 says the same as greedy decoding, on any machine.
+
+    Attention and experts still run, at a fraction of their strength, so that they cannot outvote the embedding that the
+    residual streams carry.
+    """
+    weights["lm_head.weight"] = (0.2 * _chain_head(weights)).to(torch.bfloat16)
     for key, weight in weights.items():
         if "language_model" in key and key.endswith(("o_proj.weight", "down_proj.weight")):
             weights[key] = (weight.float() * 0.3).to(torch.bfloat16)
@@ -165,8 +178,10 @@ def write(kind: str, folder: Path) -> None:
     logging.disable_progress_bar()
     config = _config(kind)
     weights = _random_weights(config)
-    if kind != "random":
-        _chain_weights(weights)
+    if kind == "random":
+        _whisper_chain(weights)
+    else:
+        _spell_chain(weights)
     _add_mtp(weights, _drafting(kind))
     save_file({key: w.contiguous() for key, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     config.save_pretrained(folder)
