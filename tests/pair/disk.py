@@ -50,6 +50,9 @@ def foretold(run: Run, host: str) -> set[str]:
         if where != host or not result.get("changed"):
             continue
         found |= {f"path {result[key]}" for key in ("path", "dest") if result.get(key)}
+        diffs = result.get("diff") or []
+        headers = [diff.get("after_header", "") for diff in (diffs if isinstance(diffs, list) else [diffs])]
+        found |= {f"path {header}" for header in headers if header.startswith(tuple(f"{root}/" for root in ROOTS))}
         for record in result.get("records", []):
             kind = "path" if record["kind"] in ("file", "dir", "symlink") else record["kind"]
             if not record["before"].get("exists") and not record["before"].get("installed"):

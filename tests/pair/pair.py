@@ -186,11 +186,18 @@ def other_release(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def wrong_wheel(node: str) -> Iterator[None]:
-    """Inside, one wheel that a node would install is not what the lock says: a byte more, under the right name."""
+    """Inside, one wheel that a node would install is not what the lock says: a byte more, under the right name.
+
+    What the installer has kept of the right one is out of its reach meanwhile.
+    """
     wheel = bed.on(node, "sh", "-c", f"ls /srv/wheels/{WHEEL}-*.whl").strip()
-    spoil = 'cp "$1" /root/spoilt && echo >> /root/spoilt && mount --bind /root/spoilt "$1"'
-    bed.on(node, "sh", "-c", spoil, "spoil", wheel)
+    spoil = (
+        'cp "$1" /root/spoilt && echo >> /root/spoilt && mount --bind /root/spoilt "$1" '
+        "&& mv /opt/glm-vllm/uv-cache /opt/glm-vllm/uv-kept"
+    )
+    mend = 'umount "$1"; rm -rf /root/spoilt /opt/glm-vllm/uv-cache && mv /opt/glm-vllm/uv-kept /opt/glm-vllm/uv-cache'
     try:
+        bed.on(node, "sh", "-c", spoil, "spoil", wheel)
         yield
     finally:
-        bed.on(node, "sh", "-c", 'umount "$1" && rm /root/spoilt', "mend", wheel)
+        bed.on(node, "sh", "-c", mend, "mend", wheel)
