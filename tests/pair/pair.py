@@ -8,6 +8,7 @@ import shlex
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,23 +177,24 @@ def probe(*arguments: str) -> dict[str, Any]:
 
 
 def other_release(folder: Path) -> Path:
-    """A copy of this project in `folder` whose release is another one."""
+    """A copy of this project in `folder` whose release is one that was never built before."""
     project = folder / "project"
     shutil.copytree(bed.ROOT, project, ignore=shutil.ignore_patterns(*BUILT), symlinks=True)
     with (project / "files/overlay/src/glm_vllm_overlay/__init__.py").open("a") as file:
-        file.write("# another release\n")
+        file.write(f"# {uuid.uuid4()}\n")
     return project
 
 
 @contextlib.contextmanager
 def wrong_wheel(node: str) -> Iterator[None]:
-    """Inside, one wheel that a node would install is not what the lock says: a byte more, under the right name.
+    """Inside, one wheel that a node would install is not what the lock says: a file more, under the right name.
 
     What the installer has kept of the right one is out of its reach meanwhile.
     """
     wheel = bed.on(node, "sh", "-c", f"ls /srv/wheels/{WHEEL}-*.whl").strip()
+    add = "import zipfile; zipfile.ZipFile('/root/spoilt', 'a').writestr('spoilt.txt', '')"
     spoil = (
-        'cp "$1" /root/spoilt && echo >> /root/spoilt && mount --bind /root/spoilt "$1" '
+        f'cp "$1" /root/spoilt && python3 -c "{add}" && mount --bind /root/spoilt "$1" '
         "&& mv /opt/glm-vllm/uv-cache /opt/glm-vllm/uv-kept"
     )
     mend = 'umount "$1"; rm -rf /root/spoilt /opt/glm-vllm/uv-cache && mv /opt/glm-vllm/uv-kept /opt/glm-vllm/uv-cache'

@@ -101,7 +101,7 @@ def test_wheel_with_another_hash(tmp_path: Path) -> None:
     before = {node: releases(node) for node in pair.NODES}
     try:
         with pair.wrong_wheel(bed.WORKER):
-            run = pair.run_playbook("site.yml", project=project)
+            run = pair.run_playbook("playbooks/release.yml", project=project)
         assert run.status != 0
         assert list(run.failures()) == [bed.WORKER]
         assert re.search(rf"hash mismatch for `{pair.WHEEL}", run.output, re.IGNORECASE)
