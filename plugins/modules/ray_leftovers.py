@@ -45,6 +45,7 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 
 UNITS = ("ray-head.service", "ray-worker.service")
+ENGINES = ("glm-vllm-head.service", "glm-vllm-worker.service")
 UNIT_FOLDER = "etc/systemd/system"
 TEMP = "var/lib/glm-vllm/ray"
 KEPT_ON_NODE = "var/lib/glm-vllm/.config/vllm/ray_non_carry_over_env_vars.json"
@@ -139,18 +140,25 @@ class Node:
         return phrases + [f"firewall rule '{rule}' (run playbooks/network.yml)" for rule in rules(table, port)]
 
     def remove(self) -> None:
-        """Stop the units, end the processes, remove the files."""
-        if self.active():
-            self.module.run_command(["systemctl", "stop", *UNITS])
+        """Remove the unit files, stop the units, end the processes, remove the other files."""
+        active, removed = self.active(), unit_files(Path("/"))
+        # The unit files first: an engine that systemd restarts meanwhile must find no Ray to take along.
+        self.delete(removed)
+        if removed:
+            self.module.run_command(["systemctl", "daemon-reload"], check_rc=True)
+        if active:
+            self.module.run_command(["systemctl", "stop", *active])
         self.end()
-        removed = unit_files(Path("/"))
-        for path in [*removed, *files(Path("/"))]:
+        self.delete(files(Path("/")))
+
+    @staticmethod
+    def delete(paths: list[Path]) -> None:
+        """Remove files, links and whole folders."""
+        for path in paths:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        if removed:
-            self.module.run_command(["systemctl", "daemon-reload"], check_rc=True)
 
     def end(self) -> None:
         """End what runs outside the units: ask, and after five seconds insist."""
