@@ -45,7 +45,6 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 
 UNITS = ("ray-head.service", "ray-worker.service")
-ENGINES = ("glm-vllm-head.service", "glm-vllm-worker.service")
 UNIT_FOLDER = "etc/systemd/system"
 TEMP = "var/lib/glm-vllm/ray"
 KEPT_ON_NODE = "var/lib/glm-vllm/.config/vllm/ray_non_carry_over_env_vars.json"
