@@ -254,7 +254,6 @@ def test_nothing_of_ray_is_left(node: Host) -> None:
     assert node.run("systemctl list-unit-files --no-legend 'ray-*'").stdout == ""
     assert node.run("pgrep --full '[r]aylet|[g]cs_server|[r]ay start'").rc == 1
     assert node.check_output("ss -Hltn 'sport >= :6379 and sport <= :6390'") == ""
-    assert (
-        node.check_output("find /var/lib/glm-vllm/ray /var/lib/glm-vllm/.config -mindepth 1 2>/dev/null || true") == ""
-    )
+    assert not node.file("/var/lib/glm-vllm/ray").exists
+    assert not node.file("/var/lib/glm-vllm/.config").exists
     assert "6379" not in node.check_output("nft list ruleset")
