@@ -119,18 +119,14 @@ class Node:
         code, out, _ = self.module.run_command(list(command))
         return out if code == 0 else ""
 
-    def active(self) -> list[str]:
-        """Our Ray units that are not at rest."""
-        return [
-            unit
-            for unit in UNITS
-            if self.run("systemctl", "show", "--value", "--property=ActiveState", unit).strip()
-            in ("active", "activating", "deactivating", "reloading")
-        ]
+    def states(self) -> dict[str, str]:
+        """Active state, as systemd calls it, of each of our Ray units that is not at rest."""
+        shown = {u: self.run("systemctl", "show", "--value", "--property=ActiveState", u).strip() for u in UNITS}
+        return {unit: state for unit, state in shown.items() if state not in ("", "inactive")}
 
     def found(self, port: int) -> list[str]:
         """Everything that is left, one phrase each."""
-        phrases = [f"unit {unit} is active" for unit in self.active()]
+        phrases = [f"unit {unit} is {state}" for unit, state in self.states().items()]
         phrases += [f"file {path}" for path in [*unit_files(Path("/")), *files(Path("/"))]]
         for pid, name in processes(self.proc).items():
             phrases.append(f"process {name} ({pid})")
@@ -140,13 +136,15 @@ class Node:
 
     def remove(self) -> None:
         """Remove the unit files, stop the units, end the processes, remove the other files."""
-        active, removed = self.active(), unit_files(Path("/"))
+        known, removed = self.states(), unit_files(Path("/"))
         # The unit files first: an engine that systemd restarts meanwhile must find no Ray to take along.
         self.delete(removed)
         if removed:
             self.module.run_command(["systemctl", "daemon-reload"], check_rc=True)
-        if active:
-            self.module.run_command(["systemctl", "stop", *active])
+        if known:
+            self.module.run_command(["systemctl", "stop", *known])
+            # systemd remembers a unit that failed, also without its file
+            self.module.run_command(["systemctl", "reset-failed", *known])
         self.end()
         self.delete(files(Path("/")))
 

@@ -85,6 +85,7 @@ def test_back_to_mp_leaves_nothing_of_ray(switched: pair.Run, head: Host, worker
         assert node.run("systemctl list-unit-files --no-legend 'ray-*'").stdout == ""
         assert node.run("pgrep --full '[r]aylet|[g]cs_server|[r]ay::'").rc == 1
         assert node.check_output("ss -Hltn 'sport >= :6379 and sport <= :6390'") == ""
+        assert node.check_output("systemctl list-units --failed --plain --no-legend") == ""
         assert not node.file("/var/lib/glm-vllm/ray").exists
         assert not node.file("/var/lib/glm-vllm/.config").exists
         assert "6379" not in node.check_output("nft list ruleset")
