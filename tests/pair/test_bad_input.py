@@ -92,7 +92,6 @@ def test_port_is_taken() -> None:
     assert again.changed() == {bed.HEAD: ["Web server runs"]}
 
 
-@pytest.mark.full  # it builds most of a release
 def test_wheel_with_another_hash(tmp_path: Path) -> None:
     """Fails when a wheel that is not the locked one is installed on one node, or the other goes on alone.
 

@@ -52,7 +52,6 @@ def says(node: str) -> str:
     return f"{said}\n{pair.show(node, pair.UNITS[node], 'StatusText')}"
 
 
-@pytest.mark.full  # a start of the engine; the next test has one too
 def test_worker_stopped_edited_alone_and_started() -> None:
     """One start of the engine. Fails when the head goes on alone or does not come back, when the smoke check `health`
     passes meanwhile, or when nodes with different settings start together."""
