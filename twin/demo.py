@@ -99,7 +99,7 @@ def demo() -> None:
   executor    {current["executor"]}, tensor parallel 2
   endpoint    {bed.URL}/v1
   speed       {speed:.1f} tokens/s, {accepted:.0f} of {drafted:.0f} drafted tokens accepted
-  rank 1      {after - before:.2f} s of processor time for that answer
+  rank 1      {1000 * (after - before):.1f} ms of processor time for that answer
   time        {sum(TIMES.values()):.0f} s in all
 
   It keeps running. Ask it yourself:

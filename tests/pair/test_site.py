@@ -55,7 +55,7 @@ def test_first_run_ends_with_an_answer(first_run: pair.Run) -> None:
     assert first_run.status == 0
     assert not any(first_run.total(kind) for kind in ("failures", "dark", "ignored"))
     before = bed.state(bed.WORKER)
-    assert pair.answer() == pair.ANSWER
+    assert [pair.answer() for _ in range(3)] == [pair.ANSWER] * 3
     after = bed.state(bed.WORKER)
     assert after["rank"]["cpu_seconds"] > before["rank"]["cpu_seconds"], "rank 1 took no part"
     carried = [sum(r["rx_bytes"] + r["tx_bytes"] for r in s["fabric"]["rails"]) for s in (before, after)]

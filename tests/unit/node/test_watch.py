@@ -276,3 +276,29 @@ def test_a_full_disk_does_not_end_the_watch(node, capsys):
     incidents.look(look("serving"), CLOCK)
     incidents.look(look("failed", outcome=LOST), CLOCK + 1)
     assert "incident.json cannot be written" in capsys.readouterr().out
+
+
+def test_cpu_seconds_see_less_than_a_tick_in_a_thread_that_has_ended(node):
+    """One short answer of a small model costs rank 1 a few milliseconds, and /proc/<pid>/stat counts in tens."""
+    busy = """
+import sys, threading, time
+def work():
+    end = time.thread_time() + 0.002
+    while time.thread_time() < end: pass
+for line in sys.stdin:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    print(flush=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as child:
+        seen = []
+        for _ in range(5):
+            child.stdin.write(b"\n")
+            child.stdout.readline()
+            seen.append(state.cpu_seconds({child.pid}, Paths(node.root).proc))
+        child.stdin.close()
+    steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
+    assert all(0.0019 < step < 0.2 for step in steps), seen

@@ -262,7 +262,7 @@ class Probe:
                 )
         worked = after["rank"]["cpu_seconds"] - before["rank"]["cpu_seconds"]
         carried = fabric_bytes(after) - fabric_bytes(before)
-        self.measured |= {"peer": name, "peer_cpu_seconds": round(worked, 2), "peer_fabric_bytes": carried}
+        self.measured |= {"peer": name, "peer_cpu_seconds": round(worked, 4), "peer_fabric_bytes": carried}
         if worked <= 0:
             raise Failed(f"rank 1 on {name} did nothing for the answers: look at `journalctl -u glm-vllm-worker` there")
         if carried <= 0:
