@@ -8,8 +8,9 @@ module: cx7_facts
 short_description: Finds the ConnectX-7 ports of a node
 description:
   - Reads sysfs and C(ip -j address); needs no vendor tool.
-  - A port is an interface bound to the driver mlx5_core, or one without a PCI device that carries the name DGX OS
-    gives these ports. Virtual functions and other vendors' cards are ignored.
+  - A port is an interface of a ConnectX-7 function, or one without a PCI device that carries the name DGX OS gives
+    these ports. Virtual functions and other cards are ignored.
+  - What counts as a port is decided by C(glm_vllm_overlay/node/discovery.py) alone, which travels with this module.
 options:
   raise_links:
     description:
@@ -47,9 +48,12 @@ ports:
   elements: dict
   contains:
     netdev: {description: interface name, type: str}
-    port: {description: "QSFP port, 0 or 1", type: int}
+    port: {description: "QSFP port, 0 or 1; the twins of one cable have the same", type: int}
     domain: {description: PCI domain of the function, type: int}
+    pci: {description: "PCI address, empty where there is no PCI device", type: str}
     driver: {description: "kernel driver, empty where there is no PCI device", type: str}
+    hca: {description: "RDMA device, empty where there is none", type: str}
+    width: {description: "PCIe lanes in use, null when unknown", type: int}
     carrier: {description: "true, false, or null while the port is administratively down", type: bool}
     speed: {description: "Mb/s, null when unknown", type: int}
     mtu: {description: MTU in bytes, type: int}
@@ -80,93 +84,30 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.node import discovery
 
-PORT_NAME = re.compile(r"^en(?:P(?P<domain>\d+))?p\d+s\d+f\d+np(?P<port>\d+)$")
 VIRTUAL = re.compile(r"^(lo|docker|br-|veth|virbr|cni|flannel|tailscale|wg|tun|tap)")
 
 
-def read(path: Path) -> str | None:
-    """Content of a sysfs file, or None: sysfs answers EINVAL for carrier and speed of a port that is down."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def number(text: str | None) -> int | None:
-    """Integer in text; None when there is none or when it is negative (sysfs writes -1 for unknown)."""
-    try:
-        value = int(text or "")
-    except ValueError:
-        return None
-    return value if value >= 0 else None
-
-
-def driver(net: Path) -> str:
-    """Name of the driver bound to the interface's PCI device; empty when there is no device."""
-    link = net / "device" / "driver"
-    return link.resolve().name if link.exists() else ""
-
-
-def port_of(net: Path) -> dict[str, Any] | None:
-    """Port, domain and driver of one interface (a folder in /sys/class/net), or None when it is no CX7 port."""
-    bound = driver(net)
-    named = PORT_NAME.match(net.name)
-    if bound not in ("", "mlx5_core") or (net / "device" / "physfn").exists():
-        return None
-    if not bound and not named:
-        return None
-    hardware = re.match(r"^p(\d+)$", read(net / "phys_port_name") or "")
-    pci = re.match(r"^([0-9a-f]{4}):", (net / "device").resolve().name) if bound else None
-    if hardware:
-        port = int(hardware.group(1))
-    elif named:
-        port = int(named.group("port"))
-    else:
-        return None
-    if pci:
-        domain = int(pci.group(1), 16)
-    else:
-        domain = int((named and named.group("domain")) or 0)
-    return {"netdev": net.name, "port": port, "domain": domain, "driver": bound}
-
-
-def addresses(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Global IPv4 addresses by interface from C(ip -j address)."""
-    found: dict[str, list[str]] = {}
-    for entry in entries:
-        name = entry.get("ifname")
-        if not name:
-            continue
-        found[name] = [
-            f"{info['local']}/{info['prefixlen']}"
-            for info in entry.get("addr_info", [])
-            if info.get("family") == "inet" and info.get("scope") == "global" and "local" in info
-        ]
-    return found
-
-
-def discover(sysfs: Path, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All CX7 ports under sysfs (a folder like /sys), ordered by QSFP port and PCI domain."""
-    known = addresses(entries)
-    ports = []
-    nets = sysfs / "class" / "net"
-    for net in sorted(nets.iterdir()) if nets.is_dir() else []:
-        found = port_of(net)
-        if found is None:
-            continue
-        carrier = read(net / "carrier")
-        ports.append(
-            {
-                **found,
-                "carrier": None if carrier is None else carrier == "1",
-                "speed": number(read(net / "speed")),
-                "mtu": number(read(net / "mtu")),
-                "mac": read(net / "address"),
-                "addresses": known.get(net.name, []),
-            }
-        )
-    return sorted(ports, key=lambda p: (p["port"], p["domain"], p["netdev"]))
+def ports_of(node: discovery.Node) -> list[dict[str, Any]]:
+    """The ports as this module returns them."""
+    return [
+        {
+            "netdev": port.netdev,
+            "port": port.port,
+            "domain": port.domain,
+            "pci": port.pci,
+            "driver": port.driver,
+            "hca": port.hca,
+            "width": port.width,
+            "carrier": port.link,
+            "speed": port.speed,
+            "mtu": port.mtu,
+            "mac": port.mac,
+            "addresses": [str(held.interface) for held in node.of(port) if held.netdev == port.netdev],
+        }
+        for port in node.ports
+    ]
 
 
 def management(others: dict[str, list[str]], routes: list[dict[str, Any]]) -> str:
@@ -188,15 +129,19 @@ class Node:
     def ip(self, *args: str) -> list[dict[str, Any]]:
         """Parsed output of C(ip -j ARGS)."""
         _, out, _ = self.module.run_command(["ip", "-j", *args], check_rc=True)
-        return [e for e in json.loads(out or "[]") if e]
+        return [entry for entry in json.loads(out or "[]") if entry]
 
     def renderer(self) -> str:
         """NetworkManager where it runs, else networkd."""
         code, _, _ = self.module.run_command(["systemctl", "--quiet", "is-active", "NetworkManager.service"])
         return "NetworkManager" if code == 0 else "networkd"
 
+    def discover(self) -> discovery.Node:
+        """Everything there is to find now."""
+        return discovery.discover(discovery.Sources(sysfs=Path("/sys"), addresses=self.ip("address", "show")))
+
     def ports(self) -> list[dict[str, Any]]:
-        return discover(Path("/sys"), self.ip("address", "show"))
+        return ports_of(self.discover())
 
     def set_link(self, netdev: str, state: str) -> None:
         self.module.run_command(["ip", "link", "set", "dev", netdev, state], check_rc=True)
@@ -233,15 +178,13 @@ def main() -> None:
     raised: list[str] = []
     if module.params["raise_links"] and not module.check_mode:
         raised = node.raise_links(module.params["wanted"], module.params["timeout"])
-    ports = node.ports()
-    names = {p["netdev"] for p in ports}
-    others = {n: a for n, a in addresses(node.ip("address", "show")).items() if a and n not in names and n != "lo"}
+    found = node.discover()
     module.exit_json(
         changed=bool(raised),
         raised=raised,
-        ports=ports,
-        others=others,
-        management=management(others, node.ip("-4", "route", "show")),
+        ports=ports_of(found),
+        others=found.others,
+        management=management(found.others, node.ip("-4", "route", "show")),
         own_file=Path(module.params["own_file"]).exists(),
         renderer=node.renderer(),
     )

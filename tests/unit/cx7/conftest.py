@@ -8,8 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from ansible import module_utils
 
 ROOT = Path(__file__).parents[3]
+# As ansible.cfg does: the node program's own parts are ansible.module_utils.node.*
+module_utils.__path__.append(str(ROOT / "files/overlay/src/glm_vllm_overlay"))
 
 
 def load(path: str) -> ModuleType:

@@ -31,42 +31,51 @@ def facts(plugin):
     return plugin("modules/cx7_facts.py")
 
 
+def found(facts, sysfs: Path, entries: list | None = None) -> list[dict]:
+    """What the module says about a recorded node."""
+    sources = facts.discovery.Sources(sysfs=sysfs, addresses=entries or [])
+    return facts.ports_of(facts.discovery.discover(sources))
+
+
 def names(facts, sysfs: Path) -> list[str]:
-    return [p["netdev"] for p in facts.discover(sysfs, [])]
+    return [p["netdev"] for p in found(facts, sysfs)]
 
 
 def test_a_spark_in_the_order_of_port_and_domain(facts, tmp_path, fixtures):
     for port in (0, 1):
         netdev(tmp_path, f"enP2p1s0f{port}np{port}", f"0002:01:00.{port}", "mlx5_core")
         netdev(tmp_path, f"enp1s0f{port}np{port}", f"0000:01:00.{port}", "mlx5_core")
-    found = facts.discover(tmp_path, json.loads((fixtures / "ip_j_addr/healthy.json").read_text()))
-    assert [(p["netdev"], p["port"], p["domain"]) for p in found] == [
+    ports = found(facts, tmp_path, json.loads((fixtures / "ip_j_addr/healthy.json").read_text()))
+    assert [(p["netdev"], p["port"], p["domain"]) for p in ports] == [
         ("enp1s0f0np0", 0, 0),
         ("enP2p1s0f0np0", 0, 2),
         ("enp1s0f1np1", 1, 0),
         ("enP2p1s0f1np1", 1, 2),
     ]
-    assert [p["addresses"] for p in found] == [["192.168.100.10/24"], ["192.168.101.10/24"], [], []]
+    assert [p["addresses"] for p in ports] == [["192.168.100.10/24"], ["192.168.101.10/24"], [], []]
 
 
 def test_a_veth_under_the_same_name(facts, tmp_path):
     netdev(tmp_path, "enP2p1s0f1np1")
-    assert facts.discover(tmp_path, [])[0] | {"mac": None} == {
+    assert found(facts, tmp_path)[0] == {
         "netdev": "enP2p1s0f1np1",
         "port": 1,
         "domain": 2,
+        "pci": "",
         "driver": "",
+        "hca": "",
+        "width": None,
         "carrier": True,
         "speed": 200000,
         "mtu": 1500,
-        "mac": None,
+        "mac": "00:00:5e:00:53:01",
         "addresses": [],
     }
 
 
 def test_a_renamed_port_is_known_by_its_hardware(facts, tmp_path):
     netdev(tmp_path, "rail0", "0002:01:00.1", "mlx5_core", phys_port_name="p1")
-    assert [(p["port"], p["domain"]) for p in facts.discover(tmp_path, [])] == [(1, 2)]
+    assert [(p["port"], p["domain"]) for p in found(facts, tmp_path)] == [(1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +100,12 @@ def test_a_virtual_function_is_no_port(facts, tmp_path):
 
 def test_a_port_that_is_down_does_not_tell_its_carrier(facts, tmp_path):
     netdev(tmp_path, "enp1s0f1np1", carrier=None, speed="-1")
-    port = facts.discover(tmp_path, [])[0]
+    port = found(facts, tmp_path)[0]
     assert (port["carrier"], port["speed"]) == (None, None)
 
 
 def test_nothing_on_the_bus(facts, tmp_path):
-    assert facts.discover(tmp_path, []) == []
+    assert found(facts, tmp_path) == []
 
 
 def test_management_prefers_the_default_route(facts):

@@ -1,7 +1,8 @@
-"""The fabric: which network interface, RDMA device and GID carry each rail of fabric.json, resolved anew each time.
+"""The fabric: which network interface, RDMA device and GID carry each rail, resolved anew each time.
 
-fabric.json names addresses only. Interface names, RDMA device names and GID indices change with the port that the
-cable is in, with firmware and with the order in which addresses came up, so none of them is ever stored.
+The rails are those of fabric.json, which names addresses only: interface names, RDMA device names and GID indices
+change with the port that the cable is in, with firmware and with the order in which addresses came up, so none of them
+is ever stored. In a bundle, where there is no fabric.json, the rails are the addresses on cabled ports.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from glm_vllm_overlay.node import discovery
 from glm_vllm_overlay.node import paths as node_paths
 from glm_vllm_overlay.node.errors import Refusal, Unusable
-from glm_vllm_overlay.node.files import read_json, read_line, write_atomically
+from glm_vllm_overlay.node.evidence import Evidence
+from glm_vllm_overlay.node.files import read_json, write_atomically
 from glm_vllm_overlay.node.paths import Paths
 
 # Measured on the recipe's own pair. NCCL_NET=IB makes a fall-back to TCP an error, not a slow pair.
@@ -34,7 +37,10 @@ NCCL = {
 
 @dataclass
 class Rail:
-    """One rail: `address` and `peer` from fabric.json, the rest as found now; `problem` is "" when it is usable."""
+    """One rail: `address` and `peer` as intended, the rest as found now; `problem` is "" when it is usable.
+
+    `hca` is as NCCL_IB_HCA takes it: the device, and `:port` where that is not 1.
+    """
 
     number: int
     address: str
@@ -85,65 +91,87 @@ def interfaces() -> list[dict]:
     """This node's interfaces as `ip -j addr` prints them; raises Unusable when it cannot be asked."""
     try:
         result = subprocess.run(["ip", "-j", "addr"], capture_output=True, text=True, timeout=10, check=True)
-        return [entry for entry in json.loads(result.stdout) if entry.get("ifname")]
+        return discovery.parse_addresses(result.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise Unusable(f"`ip -j addr` gave no answer ({error}): install iproute2") from None
 
 
-def hca_of(netdev: str, infiniband: Path) -> str:
-    """The RDMA device on top of `netdev`, or ""."""
-    return next((device.parents[2].name for device in sorted(infiniband.glob(f"*/device/net/{netdev}"))), "")
+def discover(paths: Paths) -> discovery.Node:
+    """The ConnectX-7 of this machine; raises Unusable when `ip` cannot be asked."""
+    return discovery.discover(discovery.Sources(sysfs=paths.sys, addresses=interfaces()))
 
 
-def gid_index_of(hca: str, address: str, infiniband: Path) -> int | None:
-    """The index of the GID of port 1 that is RoCE v2 and carries `address` itself, or None."""
-    wanted = "0" * 20 + "ffff" + ipaddress.IPv4Address(address).packed.hex()
-    port = infiniband / hca / "ports/1"
-    for entry in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
-        # Unused entries read as zeros and have no type; both are simply not ours.
-        carried = read_line(entry).replace(":", "")
-        if carried == wanted and read_line(port / "gid_attrs/types" / entry.name) == "RoCE v2":
-            return int(entry.name)
-    return None
-
-
-def resolve_rail(rail: Rail, fabric: Fabric, found: list[dict], paths: Paths) -> None:
+def resolve_rail(rail: Rail, fabric: Fabric, node: discovery.Node) -> None:
     """Fill in what this node has for `rail`, or its `problem`."""
-    holders = [
-        entry for entry in found if any(info.get("local") == rail.address for info in entry.get("addr_info", []))
-    ]
-    if not holders:
+    holders = [address for address in node.addresses if address.text == rail.address]
+    foreign = [name for name, held in node.others.items() if rail.address in [text.split("/")[0] for text in held]]
+    if len(holders) + len(foreign) > 1:
+        names = " and ".join([address.netdev for address in holders] + foreign)
+        rail.problem = f"{rail.title}: {names} both have this address; take it off one of them"
+    elif foreign:
+        rail.problem = f"{rail.title}: {foreign[0]} has this address and is no ConnectX-7 port; give it to the rail"
+    elif not holders:
         rail.problem = (
             f"{rail.title}: no interface has this address; check the cable to {fabric.peer}, "
             "then run playbooks/network.yml"
         )
-        return
-    if len(holders) > 1:
-        names = " and ".join(entry["ifname"] for entry in holders)
-        rail.problem = f"{rail.title}: {names} both have this address; take it off one of them"
-        return
-    rail.netdev, rail.mtu = holders[0]["ifname"], int(holders[0].get("mtu", 0))
-    rail.carrier = "LOWER_UP" in holders[0].get("flags", [])
+    else:
+        resolve_holder(rail, fabric, node, holders[0])
+
+
+def resolve_holder(rail: Rail, fabric: Fabric, node: discovery.Node, holder: discovery.Address) -> None:
+    """Fill in `rail` from the one interface that has its address."""
+    rail.netdev, rail.mtu, rail.carrier = holder.netdev, holder.mtu, holder.link
     if not rail.carrier:
         rail.problem = f"{rail.title}: no carrier; check the cable to {fabric.peer} and that {fabric.peer} is on"
         return
     if fabric.rdma == "none":
         return
-    rail.hca = hca_of(rail.netdev, paths.infiniband)
-    if not rail.hca:
+    hca = discovery.hca_for(node, holder)
+    if not hca:
         rail.problem = f"{rail.title}: no RDMA device belongs to it; load mlx5_ib or set cx7_network_rdma: none"
         return
-    rail.gid_index = gid_index_of(rail.hca, rail.address, paths.infiniband)
-    if rail.gid_index is None:
-        rail.problem = f"{rail.title}: {rail.hca} has no RoCE v2 GID for it; take {rail.netdev} down and up again"
+    gid = node.gid(hca, rail.address, rail.netdev)
+    if gid is None:
+        rail.hca = hca
+        rail.problem = f"{rail.title}: {hca} has no RoCE v2 GID for it; take {rail.netdev} down and up again"
+        return
+    rail.hca, rail.gid_index = hca if gid.port == 1 else f"{hca}:{gid.port}", gid.index
 
 
 def resolve(paths: Paths) -> Fabric:
     """fabric.json with every rail resolved, or given its problem."""
     fabric = load(paths)
-    found = interfaces()
+    node = discover(paths)
     for rail in fabric.rails:
-        resolve_rail(rail, fabric, found, paths)
+        resolve_rail(rail, fabric, node)
+    return fabric
+
+
+def resolve_bundle(folder: Path) -> Fabric:
+    """The rails of a recorded node: every IPv4 address on a port that has, or should have, a cable.
+
+    Raises Unusable when the bundle does not tell this node's own addresses.
+    """
+    evidence = Evidence(folder)
+    if evidence.addresses is None:
+        why = evidence.unusable[0] if evidence.unusable else f"{folder}/ip-addr.json is missing"
+        raise Unusable(f"{why}: without this node's own addresses no GID can be chosen; save `ip -j addr` there")
+    node = evidence.node
+    # One cable leaves the other socket dark; an address that was left there is no rail, unless there is no other.
+    lit = [address for address in node.addresses if address.link]
+    holders = lit or node.addresses
+    rails = [Rail(number, address.text, "") for number, address in enumerate(holders)]
+    fabric = Fabric("auto", "the other node", rails)
+    for rail in rails:
+        resolve_rail(rail, fabric, node)
+    if not rails:
+        ports = " or ".join(port.netdev for port in node.ports if port.up is not False)
+        raise Refusal(
+            f"no ConnectX-7 port of this node has an IPv4 address: give {ports} one"
+            if ports
+            else "this node has no ConnectX-7 port with a link: seat the cable on both nodes and reboot them"
+        )
     return fabric
 
 
@@ -192,16 +220,19 @@ def why(rail: Rail, rdma: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `glm-vllm fabric`."""
     parser.add_argument("--check", action="store_true", help="resolve only, write nothing")
+    parser.add_argument("--bundle", metavar="DIR", type=Path, help="a recorded node's folder; nothing is written")
 
 
 def run(args: argparse.Namespace) -> int:
     """`glm-vllm fabric`: show each rail, and write fabric.env when all are usable."""
     paths = node_paths.current()
-    fabric = resolve(paths)
+    if args.bundle and not args.bundle.is_dir():
+        raise Unusable(f"{args.bundle} is no folder: give the folder of one node's bundle")
+    fabric = resolve_bundle(args.bundle) if args.bundle else resolve(paths)
     problem = fabric.problem()
     values: dict[str, str] = {}
     if not problem:
-        values = environment(fabric) if args.check else write(fabric, paths)
+        values = environment(fabric) if args.check or args.bundle else write(fabric, paths)
     if args.json:
         rails = [asdict(rail) | {"why": "" if rail.problem else why(rail, fabric.rdma)} for rail in fabric.rails]
         document = {"schema": 1, "ok": not problem, "rdma": fabric.rdma, "rails": rails, "environment": values}

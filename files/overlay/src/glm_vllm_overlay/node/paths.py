@@ -23,8 +23,8 @@ class Paths:
         self.incident = self.home / "incident.json"
         self.releases = self.root / "opt/glm-vllm/releases"
         self.proc = self.root / "proc"
-        self.infiniband = self.root / "sys/class/infiniband"
-        self.net = self.root / "sys/class/net"
+        self.sys = self.root / "sys"
+        self.net = self.sys / "class/net"
 
     def venv(self, release: str) -> Path:
         """The virtual environment of a release."""
