@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
+from glm_vllm_overlay.node import fabric
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+REPOSITORY = Path(__file__).parents[3]
+FIXTURES = REPOSITORY / "tests/fixtures"
 NODE_A = [("192.168.100.10", "192.168.100.11"), ("192.168.101.10", "192.168.101.11")]
 NODE_B = [(peer, own) for own, peer in NODE_A]
 
@@ -77,6 +80,18 @@ def test_different_indices_leave_the_search_to_nccl(node, glm_vllm):
     written = fabric_env(node)
     assert "NCCL_IB_GID_INDEX" not in written
     assert (written["NCCL_IB_ADDR_FAMILY"], written["NCCL_IB_ROCE_VERSION_NUM"]) == ("AF_INET", "2")
+
+
+@pytest.mark.parametrize("second", [3, 7])
+def test_ray_leaves_every_variable_of_a_node_on_the_node(node, glm_vllm, second):
+    """vLLM would carry what the head has to the worker, where the index may be another one."""
+    devices = spark(node, "healthy", "sysfs_healthy")
+    if second != 3:
+        move_gid(devices / "roceP2p1s0f0", 3, second)
+    assert glm_vllm("fabric")[0] == 0
+    kept = yaml.safe_load((REPOSITORY / "roles/ray-cluster/vars/main.yml").read_text())["__ray_cluster_own_variables"]
+    equal_everywhere = {*fabric.NCCL, "NCCL_IB_ROCE_VERSION_NUM"}
+    assert set(fabric_env(node)) - equal_everywhere <= set(kept)
 
 
 def test_index_ten_comes_after_index_nine(node, glm_vllm):
