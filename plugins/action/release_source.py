@@ -1,8 +1,8 @@
 """Pack what this project puts into a release and name the release after it.
 
 Runs on the controller. A release's id is a hash of everything that decides its content: the lock, the interpreter
-version it is made for, and every source file of the packages that we install beside the lock. Equal inputs give an
-equal archive, byte for byte, on every controller.
+version it is made for, and what is installed of the packages beside the lock. Equal inputs give an equal archive, byte
+for byte, on every controller.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from ansible import constants as C
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
+# What a package is built from. Its README, benchmarks and locks make no other release.
+PARTS = ("pyproject.toml", "csrc", "src")
 SKIPPED_DIRECTORIES = {"__pycache__", "build", "dist", ".pytest_cache", ".ruff_cache"}
 ID_LENGTH = 12
 
 
 def source_files(root: Path) -> list[Path]:
-    """Regular files below root that belong to a package, sorted; caches and build output left out."""
-    found = []
-    for directory, names, files in os.walk(root):
+    """Files that the package in root is built from, sorted; caches and build output left out."""
+    found = [root / part for part in PARTS if (root / part).is_file()]
+    for directory, names, files in (step for part in PARTS for step in os.walk(root / part)):
         names[:] = sorted(n for n in names if n not in SKIPPED_DIRECTORIES and not n.endswith(".egg-info"))
         found += [Path(directory) / f for f in files if not f.endswith((".pyc", ".so"))]
     return sorted(found)

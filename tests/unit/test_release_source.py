@@ -39,7 +39,15 @@ def test_times_modes_and_caches_do_not_matter(package):
     assert identity(package) == before
 
 
-@pytest.mark.parametrize("change", ["content", "name", "lock"])
+@pytest.mark.parametrize("name", ["README.md", "lock.sh", "benchmarks/moe.py", "other/pyproject.toml"])
+def test_what_is_not_installed_does_not_matter(package, name):
+    before = identity(package)
+    (package / name).parent.mkdir(exist_ok=True)
+    (package / name).write_text("x")
+    assert identity(package) == before
+
+
+@pytest.mark.parametrize("change", ["content", "name", "lock", "pyproject.toml", "csrc/kernel.cu"])
 def test_content_name_and_lock_matter(package, change):
     before = identity(package)
     lock = "lock"
@@ -47,8 +55,11 @@ def test_content_name_and_lock_matter(package, change):
         (package / "src/a.py").write_text("A = 2\n")
     elif change == "name":
         (package / "src/a.py").rename(package / "src/b.py")
-    else:
+    elif change == "lock":
         lock = "other"
+    else:
+        (package / change).parent.mkdir(exist_ok=True)
+        (package / change).write_text("x")
     assert identity(package, lock) != before
 
 
