@@ -8,12 +8,14 @@ DOCUMENTATION = r"""
 module: deployment
 short_description: Stage and promote what a node serves
 description:
-  - A deployment is a folder below C(/var/lib/glm-vllm/deployments) that holds deployment.json, serve.yaml and the
-    rendered systemd units. C(current) and C(previous) are symlinks to two of them.
+  - A deployment is a folder below C(/var/lib/glm-vllm/deployments) that holds deployment.json, the engine's files
+    (serve.yaml, node.env, a chat template) and the rendered systemd units. C(current) and C(previous) are symlinks to
+    two of them; C(/etc/glm-vllm) holds a link to each file of C(current).
   - C(state=planned) compares the wanted content with C(current) and says which number a new deployment would get.
   - C(state=staged) writes the folder; nothing that runs is touched.
-  - C(state=promoted) makes it C(current), installs its units and the links that name it, and removes units that only
-    the former deployment had.
+  - C(state=promoted) makes it C(current), installs its units and the links that name it, and removes units and links
+    that only the former deployment had. Then it removes the oldest deployments beyond C(keep), never C(current) or
+    C(previous), and the releases with their caches that no deployment names any more and no process runs from.
 options:
   state:
     description: What to do.
@@ -23,9 +25,10 @@ options:
   number:
     description: Number of the deployment; the same on every node.
     type: int
-  serve_yaml:
-    description: Content of serve.yaml.
-    type: str
+  files:
+    description: File name to content, serve.yaml among them.
+    type: dict
+    default: {}
   units:
     description: Unit file name to content.
     type: dict
@@ -53,7 +56,7 @@ EXAMPLES = r"""
 - name: Plan
   deployment:
     state: planned
-    serve_yaml: "{{ text }}"
+    files: {serve.yaml: "{{ text }}", node.env: "{{ variables }}"}
     units: {"glm-vllm-head.service": "{{ unit }}"}
     facts: {release: abc, model: {name: m, revision: r, path: /p}, drafter: null, executor: mp}
   register: plan
@@ -72,9 +75,14 @@ differs:
   description: Whether the wanted content differs from what is current.
   type: bool
   returned: planned
+removed:
+  description: Paths of old deployments, releases and caches that were removed.
+  type: list
+  returned: promoted
 """
 
 import datetime
+import glob
 import hashlib
 import json
 import os
@@ -85,10 +93,11 @@ from ansible.module_utils.basic import AnsibleModule
 
 DEPLOYMENTS = "/var/lib/glm-vllm/deployments"
 UNITS = "/etc/systemd/system"
-LINKS = {  # link -> target; {release} is the release of the promoted deployment
-    "/etc/glm-vllm/serve.yaml": DEPLOYMENTS + "/current/serve.yaml",
-    "/usr/local/bin/glm-vllm": "/opt/glm-vllm/releases/{release}/venv/bin/glm-vllm",
-}
+FILES = "/etc/glm-vllm"
+RELEASES = "/opt/glm-vllm/releases"
+CACHES = "/var/cache/glm-vllm"
+COMMAND = "/usr/local/bin/glm-vllm"
+RECORD = "deployment.json"
 
 
 def read(path):
@@ -146,39 +155,42 @@ class Deployments:
         return sorted(int(n) for n in os.listdir(self.folder) if n.isdigit())
 
     def facts(self, number):
-        text = read(os.path.join(self.path(number), "deployment.json"))
+        text = read(os.path.join(self.path(number), RECORD))
         return json.loads(text) if text else {}
 
     def content(self, number):
-        """(serve.yaml, units, facts without number, time and reason); None for a deployment that is not whole."""
+        """(files, units, facts without number, time and reason); None for a deployment that is not whole."""
         if number is None:
             return None
         facts = self.facts(number)
-        serve = read(os.path.join(self.path(number), "serve.yaml"))
-        if not facts or serve is None:
+        folder = self.path(number)
+        if not facts or not os.path.isdir(os.path.join(folder, "units")):
             return None
-        folder = os.path.join(self.path(number), "units")
+        names = [n for n in sorted(os.listdir(folder)) if n not in (RECORD, "units")]
+        files = {name: read(os.path.join(folder, name)) for name in names}
+        folder = os.path.join(folder, "units")
         units = {name: read(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
         own = {key: value for key, value in facts.items() if key not in ("schema", "n", "when", "why", "serve_sha256")}
-        return serve, units, own
+        return files, units, own
 
-    def stage(self, number, serve, units, facts, why):
+    def stage(self, number, files, units, facts, why):
         path = self.path(number)
         if os.path.exists(path):
             shutil.rmtree(path)
         os.makedirs(os.path.join(path, "units"))
-        write(os.path.join(path, "serve.yaml"), serve)
+        for name, text in files.items():
+            write(os.path.join(path, name), text)
         for name, text in units.items():
             write(os.path.join(path, "units", name), text)
         record = dict(
             facts,
             schema=1,
             n=number,
-            serve_sha256=hashlib.sha256(serve.encode()).hexdigest(),
+            serve_sha256=hashlib.sha256(files["serve.yaml"].encode()).hexdigest(),
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             why=why,
         )
-        write(os.path.join(path, "deployment.json"), json.dumps(record, indent=2, sort_keys=True) + "\n")
+        write(os.path.join(path, RECORD), json.dumps(record, indent=2, sort_keys=True) + "\n")
 
     def unit_changes(self, number):
         """(unit files to write, unit files to remove) that make /etc/systemd/system equal to a deployment's units."""
@@ -189,29 +201,59 @@ class Deployments:
         gone = {n for n in former - set(wanted) if os.path.exists(os.path.join(self.root + UNITS, n))}
         return changed, gone
 
+    def link_changes(self, number):
+        """(links to make, path to target; links to remove) that make the outside name a deployment and its files."""
+        files, _, facts = self.content(number)
+        wanted = {f"{FILES}/{name}": f"{DEPLOYMENTS}/current/{name}" for name in files}
+        wanted[COMMAND] = f"{RELEASES}/{facts['release']}/venv/bin/glm-vllm"
+        changed = {path: target for path, target in wanted.items() if self.target(path) != target}
+        current = self.content(self.pointed("current"))
+        former = {f"{FILES}/{name}" for name in current[0]} if current else set()
+        return changed, {path for path in former - set(wanted) if self.target(path)}
+
+    def target(self, path):
+        """Where a link points; None when it is none."""
+        return os.readlink(self.root + path) if os.path.islink(self.root + path) else None
+
     def promote(self, number):
-        changed, gone = self.unit_changes(number)
-        for name, text in changed.items():
+        units, units_gone = self.unit_changes(number)
+        links, links_gone = self.link_changes(number)
+        for name, text in units.items():
             write(os.path.join(self.root + UNITS, name), text)
-        for name in gone:
+        for name in units_gone:
             os.remove(os.path.join(self.root + UNITS, name))
         before = self.pointed("current")
-        moved = before != number
-        if moved and before is not None:
+        if before not in (None, number):
             link(os.path.join(self.folder, "previous"), str(before))
-        moved |= link(os.path.join(self.folder, "current"), str(number))
-        for path, target in self.links(number):
-            moved |= link(self.root + path, target)
-        return bool(changed or gone or moved)
-
-    def links(self, number):
-        return [(path, target.format(**self.facts(number))) for path, target in LINKS.items()]
+        link(os.path.join(self.folder, "current"), str(number))
+        for path, target in links.items():
+            link(self.root + path, target)
+        for path in links_gone:
+            os.remove(self.root + path)
 
     def prune(self, keep):
-        """Remove the oldest deployments beyond `keep`, never current or previous."""
+        """Remove what `promoted` says is too old; returns the paths."""
         safe = {self.pointed("current"), self.pointed("previous")}
-        for number in [n for n in self.numbers() if n not in safe][: -keep or None]:
-            shutil.rmtree(self.path(number))
+        old = [self.path(n) for n in [n for n in self.numbers() if n not in safe][: -keep or None]]
+        named = {self.facts(n).get("release") for n in self.numbers() if self.path(n) not in old}
+        folder = self.root + RELEASES
+        unnamed = set(os.listdir(folder)) - named if os.path.isdir(folder) else set()
+        for release in sorted(unnamed - self.running(unnamed)):
+            old += [os.path.join(folder, release), *sorted(glob.glob(f"{self.root}{CACHES}/{release}-*"))]
+        for path in old:
+            shutil.rmtree(path)
+        return old
+
+    def running(self, releases):
+        """Those of the releases that a process was started from."""
+        found = set()
+        for path in glob.glob(self.root + "/proc/[0-9]*/cmdline"):
+            try:
+                line = read(path) or ""
+            except (OSError, UnicodeDecodeError):
+                continue  # it ended meanwhile, or is not ours
+            found |= {release for release in releases if f"{RELEASES}/{release}/" in line}
+        return found
 
 
 def main():
@@ -219,7 +261,7 @@ def main():
         argument_spec=dict(
             state=dict(type="str", required=True, choices=["planned", "staged", "promoted"]),
             number=dict(type="int"),
-            serve_yaml=dict(type="str"),
+            files=dict(type="dict", default={}),
             units=dict(type="dict", default={}),
             facts=dict(type="dict", default={}),
             why=dict(type="str", default="site.yml"),
@@ -227,15 +269,15 @@ def main():
             root=dict(type="str", default=""),
         ),
         required_if=[
-            ("state", "planned", ("serve_yaml",)),
-            ("state", "staged", ("serve_yaml", "number")),
+            ("state", "planned", ("files",)),
+            ("state", "staged", ("files", "number")),
             ("state", "promoted", ("number",)),
         ],
         supports_check_mode=True,
     )
     p = module.params
     store = Deployments(p["root"])
-    wanted = (p["serve_yaml"], p["units"], p["facts"])
+    wanted = (p["files"], p["units"], p["facts"])
     current = store.pointed("current")
 
     if p["state"] == "planned":
@@ -249,7 +291,7 @@ def main():
         diff = [
             dict(before_header=name, after_header=f"{store.path(p['number'])}/{name}", before=old or "", after=new)
             for name, old, new in [
-                ("serve.yaml", before[0] if before else "", p["serve_yaml"]),
+                *((n, (before[0] if before else {}).get(n, ""), t) for n, t in p["files"].items()),
                 *((f"units/{n}", (before[1] if before else {}).get(n, ""), t) for n, t in p["units"].items()),
             ]
             if old != new
@@ -265,21 +307,18 @@ def main():
         module.fail_json(
             msg=f"{store.path(p['number'])} is not a whole deployment: run site.yml again, which stages it anew."
         )
-    changed, gone = store.unit_changes(p["number"])
-    stale_links = [
-        path
-        for path, target in store.links(p["number"])
-        if not (os.path.islink(p["root"] + path) and os.readlink(p["root"] + path) == target)
-    ]
-    will_change = bool(changed or gone or stale_links or current != p["number"])
+    units, units_gone = store.unit_changes(p["number"])
+    will_change = bool(units or units_gone or any(store.link_changes(p["number"])) or current != p["number"])
+    removed = []
     if will_change and not module.check_mode:
         store.promote(p["number"])
-        store.prune(p["keep"])
+        removed = store.prune(p["keep"])
     module.exit_json(
         changed=will_change,
         number=p["number"],
-        units_changed=sorted(changed),
-        units_removed=sorted(gone),
+        units_changed=sorted(units),
+        units_removed=sorted(units_gone),
+        removed=removed,
         diff=dict(before=f"current -> {current}\n", after=f"current -> {p['number']}\n"),
     )
 

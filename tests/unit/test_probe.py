@@ -22,6 +22,7 @@ NODE = {
     "node": "spark-a",
     "release": "r1",
     "config_sha256": "c1",
+    "chat_template_sha256": None,
     "environment": {"GLM_SPECULATOR": "mtp", "GLM_GPU_MEMORY_UTILIZATION": "0.87", "ABLIT": "0"},
     "rank": {"cpu_seconds": 10.0},
     "fabric": {"rails": [{"rx_bytes": 1000, "tx_bytes": 1000}]},
@@ -171,6 +172,10 @@ def configuration(pair):
     pair["peer"]["config_sha256"] = "c2"
 
 
+def chat_template(pair):
+    pair["peer"]["chat_template_sha256"] = "t2"
+
+
 def environment(pair):
     pair["peer"]["environment"] = pair["own"]["environment"] | {"GLM_GPU_MEMORY_UTILIZATION": "0.5"}
 
@@ -213,6 +218,7 @@ BROKEN = [
     ({"taken": 0}, None, "acceptance", "none was accepted"),
     ({}, release, "ranks", "has release r1 and spark-b r2"),
     ({}, configuration, "ranks", "serve.yaml"),
+    ({}, chat_template, "ranks", "has chat template None and spark-b t2"),
     ({}, environment, "ranks", "0.5"),
     ({}, silent, "ranks", "connection refused"),
     ({}, no_fabric, "ranks", "fabric.json"),

@@ -165,6 +165,7 @@ class Peer:
             "time": "2026-01-01T00:00:00+00:00",
             "release": "r1",
             "config_sha256": "",
+            "chat_template_sha256": None,
             "environment": {"GLM_GPU_MEMORY_UTILIZATION": "0.87", "GLM_SPECULATOR": "dflash2", "ABLIT": "0"},
             "model": "target@rev1",
             "model_verified": True,

@@ -222,6 +222,11 @@ DIFFERENCES = [
     ("executor", "ray", "spark-a has executor mp and spark-b ray: run site.yml for both"),
     ("release", "r2", "spark-a has release r1 and spark-b r2: run site.yml for both"),
     ("config_sha256", "0123456789abcdef", "and spark-b 0123456789ab: run playbooks/serve.yml for both"),
+    (
+        "chat_template_sha256",
+        "0123456789abcdef",
+        "a chat template with hash none and spark-b 0123456789ab: run playbooks",
+    ),
     ("model", "target@rev2", "spark-a has model target@rev1 and spark-b target@rev2: run site.yml for both"),
     ("drafter", None, "spark-a has drafter drafter@rev1 and spark-b none: run site.yml for both"),
     ("model_verified", False, "target@rev1 is not verified on spark-b: run playbooks/weights.yml"),

@@ -56,8 +56,8 @@ def test_the_peer_gets_the_whole_document(node, watching):
     document = json.loads(body)
     assert status == 200
     assert set(document) == {
-        "schema", "node", "role", "time", "release", "config_sha256", "environment", "model", "model_verified",
-        "drafter", "executor", "memory", "phase", "unit", "session", "rank", "fabric", "incident",
+        "schema", "node", "role", "time", "release", "config_sha256", "chat_template_sha256", "environment", "model",
+        "model_verified", "drafter", "executor", "memory", "phase", "unit", "session", "rank", "fabric", "incident",
     }  # fmt: skip
     assert document["schema"] == 1
     assert (document["node"], document["role"], document["executor"]) == ("spark-a", "head", "mp")

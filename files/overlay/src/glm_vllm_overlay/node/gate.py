@@ -160,12 +160,13 @@ def different(mine: dict, peer: dict) -> str:
         ("executor", "executor", "run site.yml for both"),
         ("release", "release", "run site.yml for both"),
         ("config_sha256", "a serve.yaml with hash", "run playbooks/serve.yml for both"),
+        ("chat_template_sha256", "a chat template with hash", "run playbooks/serve.yml for both"),
         ("model", "model", "run site.yml for both"),
         ("drafter", "drafter", "run site.yml for both"),
     ):
         here, there = mine[key] or "none", peer[key] or "none"
         if here != there:
-            if key == "config_sha256":
+            if key.endswith("_sha256"):
                 here, there = here[:12], there[:12]
             return f"{a} has {title} {here} and {b} {there}: {remedy}"
     if not peer["model_verified"]:

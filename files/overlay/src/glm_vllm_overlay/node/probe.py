@@ -255,7 +255,12 @@ class Probe:
                     f"the peer does not say how it is ({answer}): look at `systemctl status glm-vllm-watch` on it"
                 )
         name = after["node"]
-        for field, words in (("release", "release"), ("config_sha256", "serve.yaml"), ("environment", "environment")):
+        for field, words in (
+            ("release", "release"),
+            ("config_sha256", "serve.yaml"),
+            ("chat_template_sha256", "chat template"),
+            ("environment", "environment"),
+        ):
             if own[field] != after[field]:
                 raise Failed(
                     f"{own['node']} has {words} {own[field]} and {name} {after[field]}: run site.yml for both nodes"
