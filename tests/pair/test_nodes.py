@@ -61,6 +61,14 @@ def test_units_run_now_and_after_a_reboot(node: Host) -> None:
     assert node.check_output("systemctl list-units --failed --plain --no-legend") == ""
 
 
+def test_what_listens_is_not_root(node: Host) -> None:
+    """Fails when the engine or the state service runs as root, or the state service can no longer note an incident."""
+    for each in (unit(node), "glm-vllm-watch"):
+        pid = pair.show(name(node), each, "MainPID")["MainPID"]
+        assert node.check_output(f"ps -o user= -p {pid}") == "glm-vllm", each
+    assert node.run("setpriv --reuid=glm-vllm --regid=glm-vllm --clear-groups test -w /var/lib/glm-vllm/watch").rc == 0
+
+
 def test_each_node_has_its_own_engine_unit_only(node: Host) -> None:
     """Fails when both units come to one node."""
     assert not node.file(f"/etc/systemd/system/{pair.UNITS[PEER[name(node)]]}.service").exists
@@ -108,6 +116,7 @@ def test_start_command_names_a_release_and_no_link(node: Host) -> None:
         ("/etc/glm-vllm/serve.yaml", 0o644, "root", "root"),
         ("/var/lib/glm-vllm/footprint.json", 0o644, "root", "root"),
         ("/var/lib/glm-vllm/models", 0o755, "root", "root"),
+        ("/var/lib/glm-vllm/watch", 0o755, "glm-vllm", "glm-vllm"),
         ("/var/cache/glm-vllm", 0o750, "glm-vllm", "glm-vllm"),
         ("/opt/glm-vllm/releases", 0o755, "root", "root"),
         ("/run/glm-vllm", 0o2750, "glm-vllm", "www-data"),
@@ -141,6 +150,7 @@ def test_current_deployment_is_one_folder_behind_one_link(node: Host) -> None:
     folder = f"/var/lib/glm-vllm/deployments/{current}"
     assert document(node, f"{folder}/deployment.json")["n"] == int(current)
     assert node.check_output("readlink -f /etc/glm-vllm/serve.yaml") == f"{folder}/serve.yaml"
+    assert node.check_output("readlink -f /etc/glm-vllm/node.env") == f"{folder}/node.env"
     for each in (unit(node), "glm-vllm-watch"):
         installed, staged = (node.file(f"{top}/{each}.service") for top in ("/etc/systemd/system", f"{folder}/units"))
         assert installed.content == staged.content

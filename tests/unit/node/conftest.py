@@ -55,7 +55,15 @@ class NodeFolder:
     def __init__(self, root: Path, name: str, role: str, address: str, peer: str, peer_name: str) -> None:
         self.root, self.name, self.role, self.address, self.peer = root, name, role, address, peer
         self.unit_name = f"glm-vllm-{role}"
-        for folder in ("bin", "units", "etc/glm-vllm", "run/glm-vllm", "sys/class/net", "proc/sys/vm"):
+        for folder in (
+            "bin",
+            "units",
+            "etc/glm-vllm",
+            "run/glm-vllm",
+            "sys/class/net",
+            "proc/sys/vm",
+            "var/lib/glm-vllm/watch",
+        ):
             (root / folder).mkdir(parents=True)
         for program, text in (("systemctl", SYSTEMCTL), ("ip", IP)):
             self.program(root / "bin" / program, text)

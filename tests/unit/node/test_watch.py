@@ -232,7 +232,7 @@ def follow(node, *looks: dict) -> dict | None:
     incidents = watch.Incidents(Paths(node.root))
     for second, document in enumerate(looks):
         incidents.look(document, CLOCK + second)
-    path = node.root / "var/lib/glm-vllm/incident.json"
+    path = node.root / "var/lib/glm-vllm/watch/incident.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 

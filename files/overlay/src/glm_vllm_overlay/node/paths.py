@@ -21,7 +21,7 @@ class Paths:
         self.socket = self.run / "api.sock"
         self.home = self.root / "var/lib/glm-vllm"
         self.deployment = self.home / "deployments/current/deployment.json"
-        self.incident = self.home / "incident.json"
+        self.incident = self.home / "watch/incident.json"
         self.releases = self.root / "opt/glm-vllm/releases"
         self.proc = self.root / "proc"
         self.sys = self.root / "sys"
