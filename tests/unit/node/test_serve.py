@@ -121,10 +121,10 @@ def alive(pid: int) -> bool:
 # ---- the command line ----
 
 
-def line(node, speculator="dflash2", **env) -> list[str]:
+def line(node, speculator="dflash2", patience=130.0, **env) -> list[str]:
     node.env(**env)
     paths = Paths(node.root)
-    return serve.command_line(paths, Node.load(paths), Settings(0.87, speculator))[1:]
+    return serve.command_line(paths, Node.load(paths), Settings(0.87, speculator), patience)[1:]
 
 
 def test_head_with_dflash2(node):
@@ -153,6 +153,8 @@ def test_head_with_dflash2(node):
         "0",
         "--uds",
         str(node.root / "run/glm-vllm/api.sock"),
+        "--shutdown-timeout",
+        "120",
     ]
 
 
@@ -176,7 +178,12 @@ def test_worker_with_mtp(node):
 
 
 def test_without_speculation(node):
-    assert line(node, "none")[5:] == ["--node-rank", "0", "--uds", str(node.root / "run/glm-vllm/api.sock")]
+    assert line(node, "none")[5:-2] == ["--node-rank", "0", "--uds", str(node.root / "run/glm-vllm/api.sock")]
+
+
+@pytest.mark.parametrize(("patience", "drain"), [(10.0, "0"), (1.0, "0"), (11.5, "1"), (None, "86400")])
+def test_running_requests_have_what_the_unit_s_stop_leaves_them(node, patience, drain):
+    assert line(node, patience=patience)[-2:] == ["--shutdown-timeout", drain]
 
 
 def test_ray_names_no_rank(node):

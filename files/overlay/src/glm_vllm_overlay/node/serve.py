@@ -31,6 +31,8 @@ RAY_PATIENCE = 90.0
 LOST_PEER_PATIENCE = 10.0
 # Left of the unit's stop timeout for the kill itself, so that systemd sees a clean end.
 STOP_MARGIN = 5.0
+# What vLLM needs to end when its last request has ended, or has had all its time.
+END_SECONDS = 10.0
 # nginx's group may connect; nobody else may.
 SOCKET_MODE = 0o660
 
@@ -75,8 +77,8 @@ def capture_sizes(speculator: str, config: str) -> list[str]:
     return ["--cudagraph-capture-sizes", *map(str, sorted(sizes))]
 
 
-def command_line(paths: Paths, node: Node, settings: Settings) -> list[str]:
-    """vLLM's whole command line; what stands on it wins over serve.yaml."""
+def command_line(paths: Paths, node: Node, settings: Settings, patience: float | None) -> list[str]:
+    """vLLM's whole command line; what stands on it wins over serve.yaml. `patience`: seconds that a stop may take."""
     deployment = read_json(paths.deployment)
     try:
         config = paths.serve_yaml.read_text(encoding="utf-8")
@@ -91,7 +93,9 @@ def command_line(paths: Paths, node: Node, settings: Settings) -> list[str]:
         command += ["--node-rank", str(node.rank)]
     if node.role == "worker":
         return [*command, "--headless"]
-    return [*command, "--uds", str(paths.socket)]
+    # By itself vLLM aborts what runs when it is told to end.
+    drain = 86400 if patience is None else max(0, int(patience - END_SECONDS))
+    return [*command, "--uds", str(paths.socket), "--shutdown-timeout", str(drain)]
 
 
 def ray_gpus(ray: Path, address: str) -> float:
@@ -229,9 +233,9 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings.parse(os.environ)
     if node.executor == "ray" and node.role == "worker":
         raise Unusable("under executor ray the worker runs `glm-vllm hold`, not serve: run playbooks/serve.yml")
-    command = command_line(paths, node, settings)
-    tie, stop = bond(paths, node), stop_signal()
     patience = stop_patience(node)
+    command = command_line(paths, node, settings, patience)
+    tie, stop = bond(paths, node), stop_signal()
     describe(paths, node, settings)
     address = tie.fabric.rails[0].address
     try:
