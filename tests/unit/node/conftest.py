@@ -17,7 +17,8 @@ from glm_vllm_overlay import cli
 from glm_vllm_overlay.node import watch
 from glm_vllm_overlay.node.files import write_atomically
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+REPOSITORY = Path(__file__).parents[3]
+FIXTURES = REPOSITORY / "tests/fixtures"
 SOURCES = Path(__file__).parents[3] / "files/overlay/src"
 SYSTEMCTL = """#!/bin/sh
 # Prints what a real systemctl printed for each unit; an unknown unit is inactive.
@@ -67,6 +68,8 @@ class NodeFolder:
             (root / folder).mkdir(parents=True)
         for program, text in (("systemctl", SYSTEMCTL), ("ip", IP)):
             self.program(root / "bin" / program, text)
+        helper = (REPOSITORY / "roles/cuda-sm121/files/drop-caches").read_text()
+        self.program(root / "usr/local/sbin/glm-vllm-drop-caches", helper)
         shutil.copy(FIXTURES / "meminfo/healthy.txt", root / "proc/meminfo")
         (root / "proc/sys/vm/drop_caches").touch()
         self.env(GLM_NODE=name, GLM_ROLE=role, GLM_NODE_RANK=int(role == "worker"), GLM_EXECUTOR="mp")

@@ -112,6 +112,13 @@ def test_caches_that_cannot_be_dropped(node, peer, glm_vllm):
     assert "run the gate as root" in refused(glm_vllm, node, 2)
 
 
+def test_a_node_that_was_not_prepared(node, peer, glm_vllm):
+    (node.root / "usr/local/sbin/glm-vllm-drop-caches").unlink()
+    assert "glm-vllm-drop-caches cannot be run (No such file or directory): run playbooks/nodes.yml" in refused(
+        glm_vllm, node, 2
+    )
+
+
 @pytest.mark.parametrize(("name", "entry"), [("model", "target"), ("drafter", "drafter")])
 def test_unverified_weights(node, peer, glm_vllm, name, entry):
     node.weights(entry, verified=False)

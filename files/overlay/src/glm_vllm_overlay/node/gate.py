@@ -74,7 +74,7 @@ class Gate:
         starting it."""
         began = time.monotonic()
         while True:
-            drop_caches(self.node.drop_caches)
+            drop_caches(self.paths.drop_caches, self.node.drop_caches)
             problem = memory_problem(state.memory(self.node.meminfo), utilisation, self.node.start_cost)
             if not problem:
                 return
@@ -135,14 +135,15 @@ def memory_problem(memory: dict[str, int], utilisation: float, start_cost: int) 
     )
 
 
-def drop_caches(path: str) -> None:
+def drop_caches(helper: Path, target: str) -> None:
     """Give clean page cache back: on unified memory it stands in the way of GPU allocations."""
     try:
-        Path(path).write_text("1\n", encoding="ascii")
+        subprocess.run([helper], env=os.environ | {"GLM_DROP_CACHES": target}, check=True, capture_output=True)
     except OSError as error:
-        raise Unusable(
-            f"the page cache cannot be dropped through {path} ({error.strerror}): run the gate as root"
-        ) from None
+        raise Unusable(f"{helper} cannot be run ({error.strerror}): run playbooks/nodes.yml for this node") from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip()
+        raise Unusable(f"the page cache cannot be dropped ({said}): run the gate as root") from None
 
 
 def different(mine: dict, peer: dict) -> str:

@@ -23,6 +23,7 @@ class Paths:
         self.deployment = self.home / "deployments/current/deployment.json"
         self.incident = self.home / "watch/incident.json"
         self.releases = self.root / "opt/glm-vllm/releases"
+        self.drop_caches = self.root / "usr/local/sbin/glm-vllm-drop-caches"
         self.proc = self.root / "proc"
         self.sys = self.root / "sys"
         self.net = self.sys / "class/net"
