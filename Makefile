@@ -17,6 +17,8 @@ endif
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 PYTEST := python -m pytest
 SCENARIOS = $(filter-out shared pair faults,$(notdir $(patsubst %/molecule.yml,%,$(wildcard molecule/*/molecule.yml))))
+# This role serves only where all the others have run: the whole site is its scenario
+SCENARIO = $(patsubst glm-vllm-overlay,pair,$(ROLE))
 have = $(wildcard $(1))
 
 .PHONY: help
@@ -91,9 +93,9 @@ test-roles: setup ## one scenario a role, on bare nodes
 
 .PHONY: molecule
 molecule: setup ## ROLE=name: that role's scenario
-	@test -n "$(ROLE)" && test -d "molecule/$(ROLE)" || { echo "make molecule ROLE=name, where name is one of: $(SCENARIOS)"; exit 2; }
-	@echo "== molecule $(ROLE)"
-	@molecule test --scenario-name $(ROLE) </dev/null
+	@test -n "$(ROLE)" && test -f "molecule/$(SCENARIO)/molecule.yml" || { echo "make molecule ROLE=name, where name is one of: $(SCENARIOS) glm-vllm-overlay"; exit 2; }
+	@echo "== molecule $(SCENARIO)"
+	@$(if $(filter pair,$(SCENARIO)),$(BED) own 'make molecule') molecule test --scenario-name $(SCENARIO) </dev/null
 
 .PHONY: test-pair
 test-pair: setup ## the whole site on the twin, converged once
