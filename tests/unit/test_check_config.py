@@ -126,7 +126,7 @@ def found(tmp_path_factory):
     running = {}
     for version, first in (("0.33.0", f"{GB10}:"), ("0.32.0", "")):
         environment = {**os.environ, "PYTHONPATH": f"{first}{ROOT}/files/overlay/src", "HF_HUB_OFFLINE": "1"}
-        environment |= {"HOME": str(folder), "VLLM_NO_USAGE_STATS": "1"}
+        environment |= {"HOME": str(folder), "TMPDIR": str(folder), "VLLM_NO_USAGE_STATS": "1"}
         running[version] = subprocess.Popen(
             [ENGINE, "-c", DRIVER, *files.values()],
             env=environment,

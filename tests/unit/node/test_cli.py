@@ -37,15 +37,19 @@ def test_bad_usage_is_2(argv, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_internal_error_is_one_sentence_and_a_file(node, glm_vllm, monkeypatch):
+def test_internal_error_is_one_sentence_and_a_file(node, glm_vllm, monkeypatch, tmp_path):
     monkeypatch.setattr(fabric, "resolve", lambda paths: 1 / 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, out, err = glm_vllm("fabric", "--json")
     assert code == 3
     assert len(err.strip().splitlines()) == 1
     assert json.loads(out) == {"schema": 1, "ok": False, "message": json.loads(out)["message"]}
     details = Path(re.search(r"the details are in (\S+)", err).group(1))
     assert "ZeroDivisionError" in details.read_text()
-    details.unlink()
+    (tmp_path / "glm-vllm-plan-else.txt").touch()
+    assert glm_vllm("fabric")[0] == 3
+    left = {path.name for path in tmp_path.glob("glm-vllm-*")}
+    assert len(left) == 2 and details.name not in left, "the newest of each command stays"
 
 
 def test_internal_error_without_a_temporary_folder(node, glm_vllm, monkeypatch):

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 from glm_vllm_overlay import __version__
 from glm_vllm_overlay.node.errors import Refusal, Unusable
@@ -54,10 +55,13 @@ def report(args: argparse.Namespace, message: str, code: int) -> int:
 
 
 def keep_traceback(command: str) -> str:
-    """Store the current traceback in a file of its own; returns where the details are."""
+    """Store the current traceback in a file, in the place of the last one's; returns where the details are."""
     import traceback
 
     try:
+        for old in Path(tempfile.gettempdir()).glob(f"glm-vllm-{command}-*.txt"):
+            if old.lstat().st_uid == os.getuid():
+                old.unlink(missing_ok=True)
         with tempfile.NamedTemporaryFile("w", prefix=f"glm-vllm-{command}-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)
     except OSError:
