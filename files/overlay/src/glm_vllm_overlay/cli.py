@@ -23,6 +23,7 @@ COMMANDS = {
     "hold": ("glm_vllm_overlay.node.hold", "keep a Ray worker node in service while its peer lives"),
     "watch": ("glm_vllm_overlay.node.watch", "answer the peer's questions about this node and note incidents"),
     "fabric": ("glm_vllm_overlay.node.fabric", "resolve the fabric rails and write fabric.env"),
+    "doctor": ("glm_vllm_overlay.node.doctor", "say what is wrong with this node, or with a recorded one"),
     "status": ("glm_vllm_overlay.node.status", "show both nodes on one screen"),
     "check-config": ("glm_vllm_overlay.node.check_config", "compare a serve.yaml with what vLLM's parser makes of it"),
     "inspect": ("glm_vllm_overlay.inspect", "read a checkpoint's headers and say whether this overlay can serve it"),

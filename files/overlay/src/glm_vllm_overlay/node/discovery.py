@@ -99,8 +99,12 @@ class Address:
 
 @dataclass
 class Sources:
-    """What a node printed. None: not there. `sysfs` is a folder that holds `class/`; `addresses` is parsed already."""
+    """What a node printed. None: not there. `sysfs` is a folder that holds `class/`; `addresses` is parsed already.
 
+    `rdma` is False where RDMA is not wanted: then nothing is said about RDMA devices.
+    """
+
+    rdma: bool = True
     sysfs: Path | None = None
     addresses: list[dict] | None = None
     ibdev2netdev: str | None = None
@@ -257,6 +261,14 @@ def gids_of(port: Path) -> Iterator[Gid]:
             yield Gid(number(port.name) or 1, int(name), address, version, netdev)
 
 
+def table_of(device: Path) -> list[Gid] | None:
+    """The GID table of an RDMA device, all ports; None when the folder holds none."""
+    ports = [device / "ports" / name for name in names_in(device / "ports")]
+    if not any((port / "gids").is_dir() for port in ports):
+        return None
+    return sorted((gid for port in ports for gid in gids_of(port)), key=lambda gid: (gid.port, gid.index))
+
+
 def identity(device: Path) -> bool | None:
     """Whether a PCI device is a physical function of a ConnectX-7; None when the folder does not tell."""
     vendor, model = read(device / "vendor"), read(device / "device")
@@ -293,10 +305,7 @@ def sysfs_hcas(sysfs: Path) -> dict[str, Hca] | None:
             name,
             next(iter(names_in(device / "device/net")), ""),
             any("ACTIVE" in state for state in told) if told else None,
-            sorted(
-                (gid for port in names_in(device / "ports") for gid in gids_of(device / "ports" / port)),
-                key=lambda gid: (gid.port, gid.index),
-            ),
+            table_of(device),
             foreign=known is False or (kind.startswith("MT") and kind not in ("MT4129", "MT2910")),
             certain=known is True,
         )
@@ -310,6 +319,8 @@ def worse(one: bool | None, other: bool | None) -> bool | None:
 
 def all_hcas(sources: Sources) -> dict[str, Hca] | None:
     """Every RDMA device that any source tells of, foreign ones too; None when none of the sources is there."""
+    if not sources.rdma:
+        return None
     found = sysfs_hcas(sources.sysfs) if sources.sysfs else None
     listings = [
         parser(text)

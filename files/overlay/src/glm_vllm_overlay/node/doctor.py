@@ -1,0 +1,130 @@
+"""`glm-vllm doctor`: what is wrong with a node, from what it prints now or printed into a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from glm_vllm_overlay.node import findings, live
+from glm_vllm_overlay.node import paths as node_paths
+from glm_vllm_overlay.node.checks import Hit
+from glm_vllm_overlay.node.errors import Unusable
+from glm_vllm_overlay.node.evidence import FILES, FOLDERS, Evidence, is_bundle
+from glm_vllm_overlay.node.findings import Kind
+from glm_vllm_overlay.node.redact import redact
+
+LONGEST_EVIDENCE = 300
+SAVE_SECONDS = 30.0
+
+
+def finding(kind: Kind, hit: Hit, node: str = "") -> dict[str, str]:
+    """One finding as it is printed; `node` is put before the sentence."""
+    return {
+        "id": kind.id,
+        "severity": hit.severity or kind.severity,
+        "message": f"{node}: {hit.message}" if node else hit.message,
+        "fix": kind.fix,
+        "evidence": redact("".join(c if c.isprintable() else " " for c in hit.evidence))[:LONGEST_EVIDENCE],
+    }
+
+
+def worst(found: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The most severe of the findings of one id, or none."""
+    return sorted(found, key=lambda one: findings.SEVERITIES.index(one["severity"]))[:1]
+
+
+def diagnose(nodes: list[Evidence]) -> list[dict[str, str]]:
+    """All findings, the most severe first; of one id at most one for each node and one for all together."""
+    found: list[dict[str, str]] = []
+    several = len(nodes) > 1
+    for kind in findings.TABLE:
+        for node in nodes:
+            detectors = kind.node if several else kind.node + kind.alone
+            hits = [hit for hit in (detector(node) for detector in detectors) if hit]
+            found += worst([finding(kind, hit, node.name if several else "") for hit in hits])
+        if several:
+            hits = [hit for hit in (detector(nodes) for detector in kind.pair) if hit]
+            found += worst([finding(kind, hit) for hit in hits])
+    return sorted(found, key=lambda one: findings.SEVERITIES.index(one["severity"]))
+
+
+def from_bundle(folder: Path) -> list[Evidence]:
+    """The nodes in a bundle, or in a folder of bundles; raises Unusable when there is none, or none says anything."""
+    if not folder.is_dir():
+        raise Unusable(f"{folder} is no folder: give the folder that an archive of playbooks/support.yml unpacks to")
+    try:
+        parts = sorted(part for part in folder.iterdir() if part.is_dir() and is_bundle(part))
+    except OSError as error:
+        raise Unusable(f"{folder} cannot be read ({error.strerror}): run as its owner") from None
+    if is_bundle(folder):
+        nodes = [Evidence(folder, folder.resolve().name)]
+    else:
+        nodes = [Evidence(part, part.name) for part in parts]
+    if not nodes:
+        raise Unusable(f"{folder} holds none of the files of a bundle ({FILES[0]}, {FILES[1]}, … {FOLDERS[0]})")
+    mute = [node.name for node in nodes if not says_anything(node)]
+    if mute:
+        raise Unusable(
+            f"nothing in the bundle of {', '.join(mute)} can be read as what its name says: collect it again"
+        )
+    return nodes
+
+
+def says_anything(node: Evidence) -> bool:
+    """Whether any file of a bundle can be used. An empty listing of RDMA devices is an answer, damaged text is none."""
+    if node.addresses is not None or any(node.listing(name) is not None for name in ("ip-route.json", "ip-neigh.json")):
+        return True
+    if any((node.folder / name).is_dir() for name in FOLDERS):
+        return True
+    for name in FILES:
+        data = None if name.endswith(".json") else node.data(name)
+        if data is None:
+            continue
+        # Binary noise is no text: nothing that prints into a bundle prints NUL bytes.
+        if data.strip() and b"\0" not in data and len(data.decode("utf-8", errors="ignore")) > 0.9 * len(data):
+            return True
+        if not data.strip() and name in ("ibdev2netdev.txt", "rdma-link.txt"):
+            return True
+    return False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `glm-vllm doctor`."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--bundle",
+        metavar="DIR",
+        type=Path,
+        help="the folder of what one node printed, or a folder of such folders named by node",
+    )
+    what.add_argument(
+        "--save",
+        metavar="DIR",
+        type=Path,
+        help="write what this node prints into a new folder, without keys and serial numbers, and judge nothing",
+    )
+    parser.add_argument("--json", action="store_true", help='print one JSON document: {"schema": 1, "findings": [...]}')
+
+
+def run(args: argparse.Namespace) -> int:
+    """`glm-vllm doctor`: exit 0 without a finding that stops, 1 with one."""
+    if args.save:
+        live.save(live.Live(node_paths.current(), seconds=SAVE_SECONDS, slow=True), args.save)
+        if args.json:
+            print(json.dumps({"schema": 1, "ok": True}))
+        return 0
+    nodes = from_bundle(args.bundle) if args.bundle else [live.Live(node_paths.current())]
+    found = diagnose(nodes)
+    for node in nodes:
+        for sentence in dict.fromkeys(node.unusable):
+            print(f"glm-vllm doctor: {node.name}: {sentence}; it was left out", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"schema": 1, "findings": found}))
+    else:
+        for one in found:
+            print(f"{one['severity']} {one['id']}  {one['message']}\n     fix: {one['fix']}\n     {one['evidence']}")
+        if not found:
+            print("Nothing was found.")
+    return int(any(one["severity"] == "stop" for one in found))
