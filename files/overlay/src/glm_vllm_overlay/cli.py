@@ -27,6 +27,7 @@ COMMANDS = {
     "status": ("glm_vllm_overlay.node.status", "show both nodes on one screen"),
     "check-config": ("glm_vllm_overlay.node.check_config", "compare a serve.yaml with what vLLM's parser makes of it"),
     "inspect": ("glm_vllm_overlay.inspect", "read a checkpoint's headers and say whether this overlay can serve it"),
+    "plan": ("glm_vllm_overlay.plan.command", "say what a node's memory would be used for and whether it fits"),
     "build": ("glm_vllm_overlay.build", "compile the kernels that the engine's experts run on"),
     "key": ("glm_vllm_overlay.node.keys", "make, list and revoke API keys"),
     "probe": ("glm_vllm_overlay.node.probe", "ask the endpoint for an answer and check it"),

@@ -32,6 +32,8 @@ class Layer:
     experts: set[int] = field(default_factory=set)
     parts: Counter[str] = field(default_factory=Counter)
     trellis: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)  # (projection, shape) → count
+    split_bytes: int = 0  # divided by the tensor-parallel size
+    whole_bytes: int = 0  # held by every rank
     wrong: list[str] = field(default_factory=list)
 
 
@@ -43,11 +45,8 @@ class Checkpoint:
     config: dict[str, Any]
     files: int = 0
     tensors: int = 0
-    native_tensors: int = 0
-    native_bytes: int = 0
+    native: dict[str, int] = field(default_factory=dict)  # name → bytes of every tensor that is no packed expert
     native_dtypes: Counter[str] = field(default_factory=Counter)
-    split_bytes: int = 0  # of the experts: divided by the tensor-parallel size
-    whole_bytes: int = 0  # of the experts: held by every rank
     layers: dict[int, Layer] = field(default_factory=lambda: defaultdict(Layer))
     dense: list[str] = field(default_factory=list)  # packed modules outside the routed experts
     native_experts: int = 0
@@ -77,9 +76,17 @@ class Checkpoint:
     def text(self) -> dict[str, Any]:
         return self.config.get("text_config", self.config)
 
-    def expert_bytes(self, tp: int) -> int:
-        """Bytes of packed experts on each of `tp` ranks."""
-        return self.split_bytes // tp + self.whole_bytes
+    @property
+    def native_bytes(self) -> int:
+        return sum(self.native.values())
+
+    def expert_bytes(self, tp: int, layers: int | None = None) -> int:
+        """Bytes of packed experts on each of `tp` ranks, of the first `layers` layers or of all."""
+        return sum(
+            layer.split_bytes // tp + layer.whole_bytes
+            for number, layer in self.layers.items()
+            if layers is None or number < layers
+        )
 
     def problems(self, stamp: dict[str, Any] | None = None, tp: int = 1) -> list[str]:
         """Why the overlay refuses this checkpoint at tensor-parallel size `tp`; empty when it serves it.
@@ -210,8 +217,7 @@ def _count(checkpoint: Checkpoint, name: str, entry: dict[str, Any]) -> None:
         if part in ("trellis",):
             checkpoint.dense.append(name.rsplit(".", 1)[0])
         checkpoint.native_experts += match is not None
-        checkpoint.native_tensors += 1
-        checkpoint.native_bytes += size
+        checkpoint.native[name] = size
         checkpoint.native_dtypes[entry["dtype"]] += 1
         return
     number, projection, shape = int(match[1]), match[3], tuple(entry["shape"])
@@ -228,9 +234,9 @@ def _count(checkpoint: Checkpoint, name: str, entry: dict[str, Any]) -> None:
     elif part in MARKERS and math.prod(shape) != 1:
         layer.wrong.append(f"{name} has shape {list(shape)}, a marker is one number")
     if part == "trellis" or part == ("suh" if projection == "down_proj" else "svh"):
-        checkpoint.split_bytes += size
+        layer.split_bytes += size
     else:
-        checkpoint.whole_bytes += size
+        layer.whole_bytes += size
 
 
 def summarise(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
@@ -250,10 +256,10 @@ def summarise(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
             "per_layer": sorted({len(checkpoint.layers[number].experts) for number in layers}),
             "bits": sorted(checkpoint.all_bits),
             "codebook": checkpoint.codebook,
-            "bytes": checkpoint.split_bytes + checkpoint.whole_bytes,
+            "bytes": checkpoint.expert_bytes(1),
         },
         "native": {
-            "tensors": checkpoint.native_tensors,
+            "tensors": len(checkpoint.native),
             "bytes": checkpoint.native_bytes,
             "dtypes": dict(checkpoint.native_dtypes),
         },

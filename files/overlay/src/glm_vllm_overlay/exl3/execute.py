@@ -162,6 +162,13 @@ class _Scratch:
         return cls._made[key]
 
 
+def scratch_bytes(hidden: int, width: int, top_k: int, max_tokens: int, shared_suh: bool = False) -> int:
+    """What the fused backend's scratch takes on a device, once for all layers; `width` is one rank's."""
+    planes, batch = 1 if shared_suh else 2, min(max_tokens, GROUP_TOKENS)
+    scratch = _Scratch(torch.device("meta"), hidden, width, top_k, batch, planes)
+    return sum(value.nbytes for value in vars(scratch).values() if isinstance(value, torch.Tensor))
+
+
 def row_tiles(experts: torch.Tensor, count: int) -> torch.Tensor:
     """int32 ``[3, M]``: expert, first slot and number of rows of every tile that `moe_grouped` works on.
 
