@@ -93,9 +93,7 @@ def main():
         module.fail_json(msg=f"{p['command']} plan ended with exit code {code} and no answer: {err.strip()[-2000:]}")
     if code != 0:
         module.fail_json(msg=f"The plan of memory does not hold: {plan['message']}.", plan=plan)
-    module.exit_json(
-        changed=False, foretold=False, kv_cache_memory_bytes=plan["kv_cache_memory_bytes"], plan=plan
-    )
+    module.exit_json(changed=False, foretold=False, kv_cache_memory_bytes=plan["kv_cache_memory_bytes"], plan=plan)
 
 
 if __name__ == "__main__":

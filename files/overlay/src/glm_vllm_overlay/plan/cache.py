@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from glm_vllm_overlay import compat
+from glm_vllm_overlay.hooks import compat
 from glm_vllm_overlay.node.errors import Unusable
 from glm_vllm_overlay.plan.platform import stand_in
 

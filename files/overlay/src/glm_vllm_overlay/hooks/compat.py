@@ -15,6 +15,13 @@ from pathlib import Path
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 
 FILES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    # The twin's.
+    "0.32.0": {
+        "model_executor/model_loader/base_loader.py": (
+            "cba765f6e669c51834ea5ac4146d5de9648635cfbc00c987601009865e869b36",
+            ("ablation",),
+        ),
+    },
     "0.33.0": {
         "model_executor/layers/attention/attention.py": (
             "3914b60f5407d193cfd1cbe75c6689a6da71f89e37d177a04bb0d95b3244ea44",
@@ -27,6 +34,10 @@ FILES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "model_executor/layers/mamba/abstract.py": (
             "08506d9dc3e1a58d42a72cb80c81e32a51d4bda7f7be2551d355db19a0d02f9d",
             ("plan",),
+        ),
+        "model_executor/model_loader/base_loader.py": (
+            "cba765f6e669c51834ea5ac4146d5de9648635cfbc00c987601009865e869b36",
+            ("ablation",),
         ),
         "model_executor/models/deepseek_v2.py": (
             "96f4f755f62caa85869fb884209e7f8869882ddb6efbd40c930778b27bd3e39d",
@@ -85,8 +96,8 @@ def folder() -> Path:
 
 
 def version() -> str:
-    """The installed vLLM's version."""
-    return importlib.metadata.version("vllm")
+    """The installed vLLM's version, without the build's own suffix (+cpu, +cu130)."""
+    return importlib.metadata.version("vllm").partition("+")[0]
 
 
 def require(hook: str) -> None:
