@@ -36,7 +36,7 @@ else
 
 .PHONY: setup
 setup: ## tools, environments and wheels; looked at only, when they are there
-	@for part in packages controller wheelhouse engine pinned; do twin/setup.sh $$part; done
+	@for part in packages controller wheelhouse engine pinned kernels; do twin/setup.sh $$part; done
 	@$(BED) ready
 
 .PHONY: wheelhouse

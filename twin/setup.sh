@@ -5,14 +5,16 @@
 #   setup.sh wheelhouse   the wheels that the nodes install from, with every hash checked
 #   setup.sh engine       .venv-engine: the twin's vLLM, from the wheelhouse
 #   setup.sh pinned       .cache/vllm-*: the Python of the GB10's vLLM, for tests of its parser, scheduler and planner
+#   setup.sh kernels      sources, headers and tools that compile the kernels for a GB10 without a GPU
 # pip's own configuration says where packages come from; this file names no registry.
 set -euo pipefail
 ROOT=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd); cd "$ROOT"
-STATE=${TWIN_STATE:-/var/tmp/glm-twin} WHEELS=${TWIN_CACHE:-/var/tmp/glm-twin}/wheels
+STATE=${TWIN_STATE:-/var/tmp/glm-twin} CACHE=${TWIN_CACHE:-/var/tmp/glm-twin}
+WHEELS=$CACHE/wheels
 LOCKS=files/locks
 export DEBIAN_FRONTEND=noninteractive PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 UV_NO_PROGRESS=1 UV_PYTHON_DOWNLOADS=never
 
-PACKAGES=(systemd-container mmdebstrap netcat-openbsd openssh-client iproute2 dpkg-dev rsync curl procps python3-venv ca-certificates)
+PACKAGES=(systemd-container mmdebstrap netcat-openbsd openssh-client iproute2 dpkg-dev g++ rsync curl procps python3-venv ca-certificates)
 CHECKERS=(nginx-light nftables netplan.io)     # `nginx -t`, `nft -c` and `netplan generate` on what the roles render
 
 die() { echo "setup: $*" >&2; exit 1; }
@@ -104,25 +106,45 @@ engine() {
   echo "$id" > .venv-engine/.made
 }
 
-unpack() { # unpack WHEELS FOLDER: without the compiled CUDA half, which nothing here can load
+unpack() { # unpack WHEELS FOLDER: without libraries, which nothing here loads, and with programs that can be run
   .venv/bin/python -c '
-import pathlib, sys, zipfile
+import pathlib, re, sys, zipfile
 for wheel in pathlib.Path(sys.argv[1]).glob("*.whl"):
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(sys.argv[2], [n for n in archive.namelist() if not n.endswith((".so", ".cubin"))])
+        for member in archive.infolist():
+            if not re.search(r"\.(so|a|cubin)(\.\d+)*$", member.filename):
+                path = archive.extract(member, sys.argv[2])
+                if member.external_attr >> 16 & 0o111 and not member.is_dir():
+                    pathlib.Path(path).chmod(0o755)
 ' "$@"
 }
+unpacked() { # unpacked TEXT PACKAGES FOLDER: those packages of the build lock (a pattern), unpacked into FOLDER
+  local d; mkdir -p "${3%/*}"; d=$(mktemp -d "$3.XXXXXX")
+  step "$1" .venv/bin/python -m pip download -q --no-deps --only-binary :all: --require-hashes --dest "$d" \
+    -r <(awk -v wanted="^($2)==" '/^[a-z]/ { keep = $0 ~ wanted } keep' $LOCKS/build-x86_64.txt)
+  unpack "$d" "$d/out"; rm -rf "$3"; mv "$d/out" "$3"; rm -rf "$d"
+}
 pinned() {
-  local version lock=$LOCKS/build-x86_64.txt folder d; version=$(sed -n 's/^vllm==\([^ ]*\).*/\1/p' $lock); folder=.cache/vllm-$version
-  [ ! -d "$folder" ] || return 0
-  mkdir -p .cache; d=$(mktemp -d .cache/pinned.XXXXXX)
-  step "vLLM $version of the GB10, to be read" .venv/bin/python -m pip download -q --no-deps --only-binary :all: --require-hashes --dest "$d" \
-    -r <(awk '/^[a-z]/ { keep = /^vllm==/ } keep' $lock)
-  unpack "$d" "$d/out"; mv "$d/out" "$folder"; rm -rf "$d"
+  local version; version=$(sed -n 's/^vllm==\([^ ]*\).*/\1/p' $LOCKS/build-x86_64.txt)
+  [ -d ".cache/vllm-$version" ] || unpacked "vLLM $version of the GB10, to be read" vllm ".cache/vllm-$version"
+}
+own_nvcc() { # whether this machine has an nvcc that `glm-vllm build` takes
+  PYTHONPATH=files/overlay/src .venv/bin/python -c '
+from glm_vllm_overlay.exl3 import build
+home = build.default_cuda_home()
+build.Toolchain(home, home, home).nvcc_version()' 2>/dev/null
+}
+kernels() {
+  local wanted='exllamav3|nvidia-(cublas|cusparse|cusolver|curand|cuda-cuobjdump)' id
+  own_nvcc || wanted+='|nvidia-(cuda-nvcc|nvvm|cuda-crt|cuda-runtime|cuda-cccl)'
+  id=$(digest $LOCKS/build-x86_64.txt <(echo "$wanted"))
+  done_already "$CACHE/kernels/site/.made" "$id" && return 0
+  unpacked "what compiles the kernels without a GPU" "$wanted" "$CACHE/kernels/site"
+  echo "$id" > "$CACHE/kernels/site/.made"
 }
 
 [ "$(id -u)" = 0 ] || die "run as root"
 case ${1:-} in
-  packages|controller|wheelhouse|engine|pinned) "$1";;
-  *) sed -n 2,8p "$0"; exit 2;;
+  packages|controller|wheelhouse|engine|pinned|kernels) "$1";;
+  *) sed -n 2,9p "$0"; exit 2;;
 esac

@@ -12,7 +12,16 @@ import testinfra
 from testinfra.host import Host
 
 # Reading first, breaking then; those that restart engines last.
-ORDER = ("test_site", "test_nodes", "test_api", "test_smoke", "test_bad_input", "test_together", "test_ray")
+ORDER = (
+    "test_site",
+    "test_nodes",
+    "test_api",
+    "test_smoke",
+    "test_kernels",
+    "test_bad_input",
+    "test_together",
+    "test_ray",
+)
 PATIENCE = 1800  # seconds a test, with the converge that the first one waits for
 
 

@@ -1,6 +1,7 @@
 """Compiling the kernels without a GPU: the version window, the hash, and the architecture of every launched kernel."""
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -8,10 +9,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from glm_vllm_overlay import build as command
 from glm_vllm_overlay.exl3 import build
 from glm_vllm_overlay.exl3.library import LIBRARY
-from glm_vllm_overlay.node.errors import Refusal, Unusable
+from glm_vllm_overlay.node.errors import Refusal
 
 GIB = 1 << 30
 
@@ -46,11 +48,41 @@ def test_no_compiler(tmp_path: Path) -> None:
 
 def test_digest_follows_every_source(tmp_path: Path) -> None:
     chain = toolchain(tmp_path)
-    before = build.source_digest(chain)
+    before = build.source_digest(chain.sources, chain.csrc)
     (chain.sources / "a.cu").write_text("// b")
-    changed = build.source_digest(chain)
+    changed = build.source_digest(chain.sources, chain.csrc)
     (chain.sources / "a.cu").rename(chain.sources / "b.cu")
-    assert len({before, changed, build.source_digest(chain)}) == 3
+    assert len({before, changed, build.source_digest(chain.sources, chain.csrc)}) == 3
+
+
+def test_objects_are_kept_until_their_inputs_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = toolchain(tmp_path)
+    ours = tmp_path / "csrc"
+    ours.mkdir()
+    (ours / "own.cu").write_text("// own")
+    chain = build.Toolchain(**{**vars(chain), "csrc": ours})
+    compiled: list[str] = []
+
+    def compile(chain: build.Toolchain, source: Path, target: Path, includes: list[str]) -> None:
+        compiled.append(source.name)
+        target.write_text("object")
+
+    monkeypatch.setattr(build, "_compile", compile)
+
+    def recompiled(chain: build.Toolchain = chain) -> set[str]:
+        compiled.clear()
+        sources = [chain.sources / "a.cu", chain.csrc / "own.cu"]
+        objects = build.compile_objects(chain, tmp_path / "work", sources, jobs=1)
+        assert [path.name for path in objects] == ["a.cu.o", "own.cu.o"] and all(path.is_file() for path in objects)
+        return set(compiled)
+
+    assert recompiled() == {"a.cu", "own.cu"}
+    assert recompiled() == set()
+    (ours / "own.cu").write_text("// changed")
+    assert recompiled() == {"own.cu"}
+    (chain.sources / "header.cuh").write_text("// changed")
+    assert recompiled() == {"a.cu", "own.cu"}
+    assert recompiled(build.Toolchain(**{**vars(chain), "arch": "120"})) == {"a.cu", "own.cu"}
 
 
 def fake_cuobjdump(tmp_path: Path, listing: str) -> Path:
@@ -81,20 +113,6 @@ def test_every_launched_kernel_must_have_code_for_the_gpu(tmp_path: Path) -> Non
             check(listing("sm_121a", tuple(name for name in build.KERNELS if name != kernel)))
 
 
-def test_manifest_must_name_the_library(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="manifest.json is missing"):
-        build.verify(tmp_path)
-    (tmp_path / LIBRARY).write_bytes(b"kernels")
-    (tmp_path / "manifest.json").write_text(
-        json.dumps({"sha256": "47bb6a2fda3aee5ec8c4af4a5ef5eb7bfed9e8dc1dfcc5b6b1fa2bbd4dc6ca05"})
-    )
-    with pytest.raises(Refusal, match="is not the file that its manifest names"):
-        build.verify(tmp_path)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(Unusable, match="is damaged"):
-        build.verify(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("available", "jobs"), [(0, 1), (16 * GIB, 1), (31 * GIB, 1), (32 * GIB, 2), (110 * GIB, 8), (40 * GIB, 3)]
 )
@@ -108,36 +126,85 @@ def test_memory_comes_from_meminfo(tmp_path: Path) -> None:
     assert command.memory_available(meminfo) == 119500000 * 1024
 
 
-def real_toolchain(arch: str) -> build.Toolchain | None:
-    """The machine's nvcc 13 with sources and headers of the build lock ($GLM_BUILD_SITE); None where they are not."""
-    site = Path(os.environ.get("GLM_BUILD_SITE", "/nonexistent"))
-    home = build.default_cuda_home()
-    sources = site / "exllamav3/exllamav3_ext"
-    dump = next(iter(site.glob("nvidia/*/bin/cuobjdump")), home / "bin/cuobjdump")
-    if not (home / "bin/nvcc").is_file() or not sources.is_dir() or not dump.is_file():
-        return None
-    return build.Toolchain(home, sources, build.find_csrc(), (site,), arch, dump)
+KERNELS = Path(os.environ.get("TWIN_CACHE", "/var/tmp/glm-twin")) / "kernels"
 
 
-@pytest.mark.skipif(real_toolchain("121a") is None, reason="needs nvcc 13 and $GLM_BUILD_SITE")
-def test_cross_compiles_for_the_pair(tmp_path: Path) -> None:
-    """About two minutes the first time; objects are kept in $GLM_BUILD_CACHE."""
-    chain = real_toolchain("121a")
-    assert chain is not None
-    cache = Path(os.environ.get("GLM_BUILD_CACHE", tmp_path / "work"))
-    manifest = build.build(chain, cache, tmp_path / "target", jobs=2)
-    assert manifest["arch"] == "sm_121a" and len(manifest["kernels"]) == len(build.KERNELS)
+@pytest.fixture(scope="module")
+def chain() -> build.Toolchain:
+    """nvcc 13 of this machine, else of `twin/setup.sh kernels`, which brought sources, headers and cuobjdump too."""
+    cu13 = KERNELS / "site/nvidia/cu13"
+    home = cu13 if (cu13 / "bin/nvcc").is_file() else build.default_cuda_home()
+    if not (home / "bin/nvcc").is_file() or not (cu13 / "bin/cuobjdump").is_file():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no compiler for the kernels: run make setup")
+    sources = KERNELS / "site/exllamav3/exllamav3_ext"
+    return build.Toolchain(home, sources, build.find_csrc(), (KERNELS / "site",), cuobjdump=cu13 / "bin/cuobjdump")
 
 
-@pytest.mark.skipif(real_toolchain("120") is None, reason="needs nvcc 13 and $GLM_BUILD_SITE")
-def test_code_for_another_blackwell_is_refused(tmp_path: Path) -> None:
-    """One unit really compiled with the flag of sm_120 and read by the real cuobjdump."""
-    wrong = real_toolchain("120")
-    assert wrong is not None
-    unit = tmp_path / "exl3_moe_inst_k4_cb1.cu.o"
-    includes = [f"-I{path}" for path in build._include_dirs(wrong, tmp_path)]
-    build._compile(wrong, wrong.sources / "quant/comp_units/exl3_moe_inst_k4_cb1.cu", unit, includes)
-    assert set.union(*build.kernel_architectures(wrong.cuobjdump, unit).values()) == {"sm_120"}
+@pytest.fixture(scope="module")
+def objects(chain: build.Toolchain) -> list[Path]:
+    """Every unit, compiled for the pair: about 110 processor seconds the first time, then kept."""
+    return build.compile_objects(chain, KERNELS / "objects", build.source_files(chain), jobs=os.cpu_count() or 1)
+
+
+@pytest.mark.timeout(900)
+def test_every_launched_kernel_is_compiled_for_the_pair(chain: build.Toolchain, objects: list[Path]) -> None:
+    """By the pair's compiler from the pinned sources; fails when ARCH is another GPU's."""
+    architectures: dict[str, set[str]] = {}
+    for file in objects:
+        if file.name.endswith(".cu.o"):
+            architectures |= build.kernel_architectures(chain.cuobjdump, file)
+    for kernel in build.KERNELS:
+        found = [value for name, value in architectures.items() if kernel in name]
+        assert found and all(value == {"sm_121a"} for value in found), kernel
+
+
+@pytest.mark.timeout(900)
+def test_code_for_another_blackwell_is_refused(chain: build.Toolchain, objects: list[Path]) -> None:
+    """One unit really compiled with the flag of sm_120, among the others of sm_121a."""
+    unit = "exl3_moe_inst_k4_cb1.cu"
+    (source,) = (file for file in build.source_files(chain) if file.name == unit)
+    (wrong,) = build.compile_objects(
+        build.Toolchain(**{**vars(chain), "arch": "120"}), KERNELS / "objects", [source], jobs=1
+    )
+    files = [file for file in objects if file.name.endswith(".cu.o")]
+    assert len(build.check_architecture(chain, files)) == len(build.KERNELS)
+    with pytest.raises(Refusal, match="kernel exl3_moe_kernelILi4E.* was compiled for sm_120, not sm_121a"):
+        build.check_architecture(chain, [wrong if file.name == wrong.name else file for file in files])
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Toolchain:
+    """A toolchain whose compiling and linking is over."""
+    monkeypatch.setattr(build, "compile_objects", lambda *arguments: [tmp_path / "a.cu.o"])
+    monkeypatch.setattr(build, "check_architecture", lambda chain, files: ["kernel"])
+    monkeypatch.setattr(build, "link", lambda chain, objects, library: library.write_bytes(b"library"))
+    return build.Toolchain(**{**vars(toolchain(tmp_path)), "licence": "MIT License"})
+
+
+def test_manifest_names_what_was_written(
+    built: build.Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    manifest = build.build(built, tmp_path, tmp_path, jobs=1)
+    assert json.loads((tmp_path / "manifest.json").read_text()) == manifest
+    assert (tmp_path / "LICENSE.exllamav3").read_text() == "MIT License"
+    assert manifest["files"] == {
+        name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in (LIBRARY, "LICENSE.exllamav3")
+    }
+    assert (manifest["arch"], manifest["nvcc"], manifest["exllamav3"]) == ("sm_121a", "13.0", "1.6.5")
+
+
+def test_nothing_to_link_with_is_refused(
+    built: build.Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release for a GPU never goes without kernels because its torch is a CPU build."""
+    monkeypatch.setattr(command.kernels, "find_sources", lambda: (built.sources, "MIT License"))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    arguments = ["--cuda-home", str(built.cuda_home), "--target", str(tmp_path), "--work", str(tmp_path)]
+    with pytest.raises(Refusal, match="this environment's torch has no CUDA to link them with: install the release"):
+        command.run(parser.parse_args(arguments))
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def test_command_line_defaults() -> None:

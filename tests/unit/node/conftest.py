@@ -72,6 +72,7 @@ class NodeFolder:
         self.program(root / "usr/local/sbin/glm-vllm-drop-caches", helper)
         shutil.copy(FIXTURES / "meminfo/healthy.txt", root / "proc/meminfo")
         (root / "proc/sys/vm/drop_caches").touch()
+        self.kernels("r1")
         self.env(GLM_NODE=name, GLM_ROLE=role, GLM_NODE_RANK=int(role == "worker"), GLM_EXECUTOR="mp")
         self.fabric("none", [(address, peer)], peer_name)
         self.addresses(json.dumps([interface("enp1s0f0np0", address)]))
@@ -129,6 +130,16 @@ class NodeFolder:
         (folder / ".verified.json").write_text(json.dumps({"schema": 1, "when": "now", "manifest_sha256": digest}))
         return {"name": name, "revision": "rev1", "path": str(folder)}
 
+    def kernels(self, release: str) -> Path:
+        """A release with kernels; returns the library."""
+        folder = self.root / f"opt/glm-vllm/releases/{release}"
+        library = folder / "venv/lib/glm-vllm/glm_exl3.so"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.write_bytes(b"kernels")
+        files = {library.name: hashlib.sha256(b"kernels").hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps({"id": release, "kernels": {"files": files}}))
+        return library
+
     def deploy(self, config: str, **changes: object) -> dict:
         """Make a deployment current; returns deployment.json."""
         folder = self.root / "var/lib/glm-vllm/deployments/current"
@@ -175,6 +186,7 @@ class Peer:
             "role": "worker",
             "time": "2026-01-01T00:00:00+00:00",
             "release": "r1",
+            "release_sha256": "",
             "config_sha256": "",
             "chat_template_sha256": None,
             "environment": {"GLM_GPU_MEMORY_UTILIZATION": "0.87", "GLM_SPECULATOR": "dflash2", "ABLIT": "0"},
@@ -242,7 +254,11 @@ def worker(tmp_path, addresses) -> NodeFolder:
 def peer(node):
     """spark-b's watch, at its gate and ready, in agreement with `node`."""
     other = Peer(node.peer, node.address)
-    other.document["config_sha256"] = hashlib.sha256((node.root / "etc/glm-vllm/serve.yaml").read_bytes()).hexdigest()
+    for key, path in (
+        ("config_sha256", "etc/glm-vllm/serve.yaml"),
+        ("release_sha256", "opt/glm-vllm/releases/r1/manifest.json"),
+    ):
+        other.document[key] = hashlib.sha256((node.root / path).read_bytes()).hexdigest()
     yield other
     other.close()
 

@@ -1,5 +1,6 @@
 """`glm-vllm gate`: one sentence for every refusal, and two gates that meet."""
 
+import hashlib
 import json
 import shutil
 import threading
@@ -144,6 +145,44 @@ def test_mtp_needs_no_drafter(node, peer, glm_vllm, monkeypatch):
     assert glm_vllm("gate")[0] == 0
 
 
+RELEASE = "opt/glm-vllm/releases/r1"
+
+
+def test_kernels_that_are_missing(node, peer, glm_vllm):
+    (node.root / RELEASE / "venv/lib/glm-vllm/glm_exl3.so").unlink()
+    message = refused(glm_vllm, node)
+    assert "glm_exl3.so cannot be read: stop both engines, remove " in message
+    assert message.endswith("releases/r1 and run playbooks/release.yml")
+
+
+def test_kernels_of_another_build(node, peer, glm_vllm):
+    (node.root / RELEASE / "venv/lib/glm-vllm/glm_exl3.so").write_bytes(b"kernel5")
+    assert "glm_exl3.so is not the file that the release's manifest names: stop both" in refused(glm_vllm, node)
+
+
+@pytest.mark.parametrize("manifest", [{}, {"kernels": {}}, {"kernels": {"files": {}}}])
+def test_a_release_that_names_no_kernels(node, peer, glm_vllm, manifest):
+    (node.root / RELEASE / "manifest.json").write_text(json.dumps(manifest))
+    assert "releases/r1/manifest.json names no kernels: stop both" in refused(glm_vllm, node)
+
+
+def test_a_release_for_machines_without_a_gpu(node, peer, glm_vllm):
+    manifest = node.root / RELEASE / "manifest.json"
+    manifest.write_text(json.dumps({"kernels": None}))
+    peer.document["release_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    assert glm_vllm("gate")[0] == 0
+
+
+def test_a_release_that_is_not_there(node, peer, glm_vllm):
+    (node.root / RELEASE / "manifest.json").unlink()
+    assert "releases/r1/manifest.json does not exist: run site.yml" in refused(glm_vllm, node, 2)
+
+
+def test_a_peer_of_before_manifests_had_to_agree(node, peer, glm_vllm):
+    del peer.document["release_sha256"]
+    assert "and spark-b none: run playbooks/release.yml for both" in refused(glm_vllm, node)
+
+
 def test_no_deployment(node, peer, glm_vllm):
     (node.root / "var/lib/glm-vllm/deployments/current/deployment.json").unlink()
     assert "deployment.json does not exist: run site.yml" in refused(glm_vllm, node, 2)
@@ -228,6 +267,7 @@ DIFFERENCES = [
     ("ABLIT", "", "spark-a runs ABLIT=0 and spark-b nothing: undo"),
     ("executor", "ray", "spark-a has executor mp and spark-b ray: run site.yml for both"),
     ("release", "r2", "spark-a has release r1 and spark-b r2: run site.yml for both"),
+    ("release_sha256", "0123456789abcdef", "and spark-b 0123456789ab: run playbooks/release.yml for both"),
     ("config_sha256", "0123456789abcdef", "and spark-b 0123456789ab: run playbooks/serve.yml for both"),
     (
         "chat_template_sha256",

@@ -56,7 +56,8 @@ def test_the_peer_gets_the_whole_document(node, watching):
     document = json.loads(body)
     assert status == 200
     assert set(document) == {
-        "schema", "node", "role", "time", "release", "config_sha256", "chat_template_sha256", "environment", "model",
+        "schema", "node", "role", "time", "release", "release_sha256", "config_sha256", "chat_template_sha256",
+        "environment", "model",
         "model_verified", "drafter", "executor", "memory", "phase", "unit", "session", "rank", "fabric", "incident",
     }  # fmt: skip
     assert document["schema"] == 1
@@ -67,7 +68,7 @@ def test_the_peer_gets_the_whole_document(node, watching):
     assert document["environment"]["GLM_GPU_MEMORY_UTILIZATION"] == "0.87"
     assert document["memory"] == {"total": 127535084 * 1024, "available": 119500000 * 1024}
     assert [rail["address"] for rail in document["fabric"]["rails"]] == [node.address]
-    assert len(document["config_sha256"]) == 64
+    assert len(document["config_sha256"]) == len(document["release_sha256"]) == 64
 
 
 def test_nobody_else_is_answered(node, watching):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from glm_vllm_overlay.exl3 import build as kernels
 from glm_vllm_overlay.exl3.library import library_path
+from glm_vllm_overlay.node.errors import Refusal
 
 GIB = 1 << 30
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda-home", type=Path, default=kernels.default_cuda_home(), help="CUDA toolkit, 13.0 to 13.x"
     )
     parser.add_argument("--target", type=Path, default=library_path().parent, help="folder for the library")
-    parser.add_argument("--work", type=Path, default=Path("/var/cache/glm-vllm/build"), help="folder for objects, kept")
+    parser.add_argument("--work", type=Path, default=Path("/opt/glm-vllm/kernel-cache"), help="kept: objects")
     parser.add_argument(
         "--arch", default=kernels.ARCH, help="GPU architecture as nvcc writes it (default: %(default)s)"
     )
@@ -60,10 +61,13 @@ def run(args: argparse.Namespace) -> int:
     )
     available = memory_available(Path(os.environ.get("GLM_MEMINFO", "/proc/meminfo")))
     manifest = kernels.build(chain, args.work, args.target, args.jobs or job_limit(available))
+    if not manifest["files"]:
+        raise Refusal(
+            f"the kernels compile for {manifest['arch']}, but this environment's torch has no CUDA to link them with:"
+            " install the release's lock"
+        )
     if args.json:
         print(json.dumps({**manifest, "ok": True}))
-    elif manifest["sha256"]:
-        print(f"{args.target}: {len(manifest['kernels'])} kernels for {manifest['arch']}, sha256 {manifest['sha256']}")
     else:
-        print(f"{len(manifest['kernels'])} kernels compiled for {manifest['arch']}; torch has no CUDA, nothing linked")
+        print(f"{args.target}: {len(manifest['kernels'])} kernels for {manifest['arch']}")
     return 0

@@ -21,9 +21,10 @@ from importlib import metadata
 from pathlib import Path
 
 from glm_vllm_overlay.exl3.library import LIBRARY
-from glm_vllm_overlay.node.errors import Refusal, Unusable
+from glm_vllm_overlay.node.errors import Refusal
 
 EXLLAMAV3 = "1.6.5"
+LICENCE = "LICENSE.exllamav3"
 NVCC_FROM, NVCC_BELOW = (13, 0), (14, 0)
 ARCH = "121a"
 UNITS = (
@@ -97,8 +98,9 @@ def find_sources() -> tuple[Path, str]:
     if package.version != EXLLAMAV3:
         raise Refusal(f"exllamav3 {package.version} is installed; the bindings are written for {EXLLAMAV3}")
     licences = [file for file in package.files or () if file.name.startswith("LICENSE")]
-    text = licences[0].read_text() if licences else ""
-    return Path(str(package.locate_file("exllamav3/exllamav3_ext"))), text
+    if not licences:
+        raise Refusal("exllamav3 is installed without its licence, which has to go along: install it from its wheel")
+    return Path(str(package.locate_file("exllamav3/exllamav3_ext"))), licences[0].read_text()
 
 
 def find_csrc() -> Path:
@@ -110,14 +112,19 @@ def find_csrc() -> Path:
     raise Refusal(f"the overlay's csrc is neither at {places[0]} nor at {places[1]}: install the overlay again")
 
 
-def source_digest(chain: Toolchain) -> str:
-    """SHA-256 over everything that is compiled: our sources, and all of exllamav3's CUDA files, names included."""
+def source_digest(*roots: Path) -> str:
+    """SHA-256 over every CUDA and C++ file below the roots, names included."""
     digest = hashlib.sha256()
-    for root in (chain.csrc, chain.sources):
+    for root in roots:
         for file in sorted(root.rglob("*")):
             if file.suffix in (".cu", ".cuh", ".cpp", ".h"):
                 digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def source_files(chain: Toolchain) -> list[Path]:
+    """Every unit that is compiled."""
+    return [chain.sources / unit for unit in UNITS] + [chain.csrc / unit for unit in OURS]
 
 
 def _include_dirs(chain: Toolchain, work: Path) -> list[Path]:
@@ -155,23 +162,26 @@ def _compile(chain: Toolchain, source: Path, target: Path, includes: list[str]) 
         raise Refusal(f"{source.name} does not compile ({' '.join(error.split())}): check the toolkit and its headers")
 
 
-def compile_objects(chain: Toolchain, work: Path, jobs: int) -> list[Path]:
-    """Compile every unit into `work`, keeping objects whose inputs are unchanged; Refusal names the first failure."""
+def compile_objects(chain: Toolchain, work: Path, sources: list[Path], jobs: int) -> list[Path]:
+    """Compile each source into `work`, keeping objects whose inputs are unchanged; Refusal names the first failure.
+
+    exllamav3's units include nothing of ours, so a change of ours leaves their objects valid.
+    """
     import torch
 
     version = chain.nvcc_version()
-    key = hashlib.sha256(
-        repr((version, chain.arch, torch.__version__, CUDA_FLAGS, HOST_FLAGS, source_digest(chain))).encode()
-    ).hexdigest()[:16]
-    objects_dir = work / key
-    objects_dir.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{path}" for path in _include_dirs(chain, work)]
-    sources = [chain.sources / unit for unit in UNITS] + [chain.csrc / unit for unit in OURS]
-    objects = [objects_dir / f"{source.name}.o" for source in sources]
+    theirs, both = source_digest(chain.sources), source_digest(chain.sources, chain.csrc)
+    objects = []
+    for source in sources:
+        digest = theirs if source.is_relative_to(chain.sources) else both
+        inputs = repr((version, chain.arch, torch.__version__, CUDA_FLAGS, HOST_FLAGS, digest))
+        objects.append(work / hashlib.sha256(inputs.encode()).hexdigest()[:16] / f"{source.name}.o")
 
     def one(source: Path, target: Path) -> None:
         if not target.is_file():
-            part = target.with_suffix(".part.o")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_suffix(f".{os.getpid()}.o")
             _compile(chain, source, part, includes)
             part.rename(target)
 
@@ -237,42 +247,30 @@ def link(chain: Toolchain, objects: list[Path], library: Path) -> None:
 
 
 def build(chain: Toolchain, work: Path, target: Path, jobs: int) -> dict[str, object]:
-    """Compile, check, and (with a CUDA torch) link into `target`; returns the manifest, kept beside the library."""
+    """Compile, check, and (with a CUDA torch) link into `target`; returns the manifest, kept beside the library.
+
+    `files` of the manifest: name → SHA-256 of what was written to `target`; empty when nothing could be linked.
+    """
     import torch
 
-    objects = compile_objects(chain, work, jobs)
-    kernels = check_architecture(chain, [path for path in objects if path.name.endswith(".cu.o")])
+    objects = compile_objects(chain, work, source_files(chain), jobs)
     manifest: dict[str, object] = {
         "schema": 1,
         "arch": f"sm_{chain.arch}",
         "nvcc": ".".join(map(str, chain.nvcc_version())),
         "torch": torch.__version__,
         "exllamav3": EXLLAMAV3,
-        "sources_sha256": source_digest(chain),
-        "kernels": kernels,
-        "sha256": None,
+        "sources_sha256": source_digest(chain.sources, chain.csrc),
+        "kernels": check_architecture(chain, [path for path in objects if path.name.endswith(".cu.o")]),
+        "files": {},
     }
     if torch.version.cuda is None:
         return manifest
-    library = target / LIBRARY
-    link(chain, objects, library)
-    manifest["sha256"] = hashlib.sha256(library.read_bytes()).hexdigest()
+    link(chain, objects, target / LIBRARY)
+    (target / LICENCE).write_text(chain.licence)
+    names = (LIBRARY, LICENCE)
+    manifest["files"] = {name: hashlib.sha256((target / name).read_bytes()).hexdigest() for name in names}
     (target / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    (target / "LICENSE.exllamav3").write_text(chain.licence)
-    return manifest
-
-
-def verify(target: Path) -> dict[str, object]:
-    """The manifest of built kernels; Refusal when the library is missing or not the one that the manifest names."""
-    try:
-        manifest = json.loads((target / "manifest.json").read_text())
-        digest = hashlib.sha256((target / LIBRARY).read_bytes()).hexdigest()
-    except FileNotFoundError as error:
-        raise Refusal(f"{Path(error.filename).name} is missing at {target}: run `glm-vllm build`") from None
-    except ValueError as error:
-        raise Unusable(f"{target}/manifest.json is damaged ({error}): run `glm-vllm build` again") from None
-    if digest != manifest.get("sha256"):
-        raise Refusal(f"{target / LIBRARY} is not the file that its manifest names: run `glm-vllm build` again")
     return manifest
 
 

@@ -1,9 +1,9 @@
 """`glm-vllm gate`: the engine starts only where both nodes can start the same thing together.
 
-Runs as root before the engine (`ExecStartPre=+`). First this node alone: cable, address and GID, fabric.env, memory,
-weights. Then the pair: the gate says `ready` in session.json, which the watch publishes, and waits until the peer's
-gate is ready too and both would run the same. The pair of starts that met is the session: when either ends, the other
-side's supervision ends as well, and both meet here again.
+Runs as root before the engine (`ExecStartPre=+`). First this node alone: cable, address and GID, fabric.env, weights,
+kernels, memory. Then the pair: the gate says `ready` in session.json, which the watch publishes, and waits until the
+peer's gate is ready too and both would run the same. The pair of starts that met is the session: when either ends, the
+other side's supervision ends as well, and both meet here again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from glm_vllm_overlay.node import fabric as node_fabric
 from glm_vllm_overlay.node import paths as node_paths
-from glm_vllm_overlay.node import state, units
+from glm_vllm_overlay.node import release, state, units
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 from glm_vllm_overlay.node.files import read_json, write_atomically
 from glm_vllm_overlay.node.paths import Paths
@@ -160,12 +160,13 @@ def different(mine: dict, peer: dict) -> str:
     for key, title, remedy in (
         ("executor", "executor", "run site.yml for both"),
         ("release", "release", "run site.yml for both"),
+        ("release_sha256", "a release manifest with hash", "run playbooks/release.yml for both"),
         ("config_sha256", "a serve.yaml with hash", "run playbooks/serve.yml for both"),
         ("chat_template_sha256", "a chat template with hash", "run playbooks/serve.yml for both"),
         ("model", "model", "run site.yml for both"),
         ("drafter", "drafter", "run site.yml for both"),
     ):
-        here, there = mine[key] or "none", peer[key] or "none"
+        here, there = mine[key] or "none", peer.get(key) or "none"
         if here != there:
             if key.endswith("_sha256"):
                 here, there = here[:12], there[:12]
@@ -232,6 +233,7 @@ def run(args: argparse.Namespace) -> int:
         gate.say("looking at the fabric")
         fabric = gate.fabric()
         gate.weights(settings.speculator)
+        release.check_kernels(paths, read_json(paths.deployment)["release"])
         gate.memory(settings.utilisation)
         peer = gate.meet(fabric)
     except (Refusal, Unusable) as error:

@@ -32,6 +32,10 @@ class Paths:
         """The virtual environment of a release."""
         return self.releases / release / "venv"
 
+    def release_manifest(self, release: str) -> Path:
+        """What a release consists of, written last of all."""
+        return self.releases / release / "manifest.json"
+
 
 def current() -> Paths:
     """The paths of this machine, or those below `GLM_ROOT`."""

@@ -1,8 +1,8 @@
 """What this node says about itself, and what the peer's watch is asked for.
 
-The document (`GET /v1/state`), schema 1: node, role, time, release, config_sha256, chat_template_sha256 (null
-where the checkpoint's own is used), environment, model, model_verified, drafter, executor, memory, phase, unit,
-session, rank, fabric, incident. It holds no secret.
+The document (`GET /v1/state`), schema 1: node, role, time, release, release_sha256, config_sha256,
+chat_template_sha256 (null where the checkpoint's own is used), environment, model, model_verified, drafter, executor,
+memory, phase, unit, session, rank, fabric, incident. It holds no secret.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ def own(paths: Paths, node: Node | None = None) -> dict:
         "role": node.role,
         "time": now(),
         "release": deployment.get("release"),
+        "release_sha256": sha256(paths.release_manifest(deployment.get("release") or "none")),
         "config_sha256": sha256(paths.serve_yaml),
         "chat_template_sha256": sha256(paths.chat_template),
         "environment": {key: given.get(key, "") for key in VARIABLES},

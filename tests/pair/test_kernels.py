@@ -1,0 +1,104 @@
+"""Kernels are compiled once for the pair and are the same on both nodes, whichever of them had them first.
+
+The nodes have no toolkit: a program stands in for `glm-vllm build`, everything around it is the role's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import bed
+import pair
+import pytest
+
+RELEASE = "/var/tmp/release-of-a-test"
+KERNELS = f"{RELEASE}/venv/lib/glm-vllm"
+FILES = ("glm_exl3.so", "LICENSE.exllamav3", "manifest.json")
+# Writes what a build writes, with bytes that no other build has, or refuses with what the file `refuse` says.
+BUILD = f"""#!/bin/sh
+echo "$@" >> {RELEASE}/calls
+if [ -e {RELEASE}/refuse ]; then cat {RELEASE}/refuse; exit 1; fi
+mkdir -p {KERNELS} && cd {KERNELS}
+head -c 1000 /dev/urandom > glm_exl3.so
+echo MIT > LICENSE.exllamav3
+printf '{{"files": {{"glm_exl3.so": "%s"}}}}' "$(sha256sum < glm_exl3.so | cut -c1-64)" | tee manifest.json
+"""
+
+
+@pytest.fixture(autouse=True)
+def releases() -> Iterator[None]:
+    """An unfinished release on both nodes, whose `glm-vllm` is BUILD."""
+    program = f"{RELEASE}/venv/bin/glm-vllm"
+    try:
+        for node in pair.NODES:
+            bed.on(node, "install", "-D", "-m", "755", "/dev/null", program)
+            pair.write(node, program, BUILD)
+        yield
+    finally:
+        for node in pair.NODES:
+            bed.on(node, "rm", "-rf", RELEASE)
+
+
+def run(tmp_path: Path) -> pair.Run:
+    """The role's tasks, with the folder of the test's release in the place of the real one."""
+    return pair.run_playbook(
+        "tests/pair/kernels.yml",
+        __glm_vllm_overlay_release_dir=RELEASE,
+        __glm_vllm_overlay_source={"archive": str(tmp_path / "release.tar")},
+        cuda_sm121_cuda_home="/opt/cuda-13.1",
+    )
+
+
+def sums(node: str) -> str:
+    """SHA-256 and name of each of a node's kernel files, and of the release's manifest."""
+    files = [f"{KERNELS}/{name}" for name in FILES]
+    return bed.on(node, "sha256sum", *files, f"{RELEASE}/manifest.json")
+
+
+def calls(node: str) -> list[str]:
+    """Arguments of each call of a node's `glm-vllm`."""
+    return bed.on(node, "sh", "-c", f"cat {RELEASE}/calls 2>/dev/null || true").splitlines()
+
+
+def test_head_compiles_for_both_and_later_takes_from_the_worker(tmp_path: Path) -> None:
+    """Fails when both nodes compile, or when a head without its release compiles anew: two builds differ."""
+    first = run(tmp_path)
+    assert first.status == 0, first.failures()
+    (call,) = calls(bed.HEAD)
+    assert call.startswith("build --json --cuda-home=/opt/cuda-13.1 ")
+    assert f"--target={KERNELS} " in call
+    assert sums(bed.HEAD) == sums(bed.WORKER)
+    before = sums(bed.WORKER)
+
+    bed.on(bed.HEAD, "rm", "-r", f"{RELEASE}/manifest.json", KERNELS)
+    second = run(tmp_path)
+    assert second.status == 0, second.failures()
+    assert set(second.changed()) == {bed.HEAD}
+    assert sums(bed.HEAD) == sums(bed.WORKER) == before
+    assert (len(calls(bed.HEAD)), calls(bed.WORKER)) == (1, [])
+
+
+@pytest.mark.full
+def test_kernels_of_another_build_are_replaced(tmp_path: Path) -> None:
+    """Fails when two whole releases with different kernels are left alone, or a second run finds work."""
+    assert run(tmp_path).status == 0
+    before = sums(bed.HEAD)
+    pair.write(bed.WORKER, f"{KERNELS}/glm_exl3.so", "another")
+    pair.write(bed.WORKER, f"{RELEASE}/manifest.json", "{}")
+    assert run(tmp_path).status == 0
+    assert sums(bed.HEAD) == sums(bed.WORKER) == before
+    assert run(tmp_path).total("changed") == {}
+
+
+def test_refusal_is_the_compilers_sentence_and_nobody_goes_on(tmp_path: Path) -> None:
+    """Fails when the run shows a command line instead of the sentence, or leaves a release that looks whole."""
+    sentence = "no nvcc at /opt/cuda-13.1/bin/nvcc: install CUDA 13.0 or set cuda_sm121_cuda_home to where it is"
+    bed.on(bed.HEAD, "touch", f"{RELEASE}/refuse")
+    pair.write(bed.HEAD, f"{RELEASE}/refuse", json.dumps({"schema": 1, "ok": False, "message": sentence}))
+    failed = run(tmp_path)
+    nothing = f"{bed.HEAD} has no kernels to give; mend what failed there and run again."
+    assert failed.failures() == {bed.HEAD: [f"{bed.HEAD}: {sentence}"], bed.WORKER: [nothing]}
+    for node in pair.NODES:
+        assert bed.on(node, "ls", RELEASE).split() == (["calls", "refuse", "venv"] if node == bed.HEAD else ["venv"])
