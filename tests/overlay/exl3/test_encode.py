@@ -7,8 +7,9 @@ import torch
 from glm_vllm_overlay.exl3 import encode
 from glm_vllm_overlay.exl3 import format as exl3
 
-# QTIP (Tseng et al., NeurIPS 2024, arXiv 2406.11235, table 1): mean squared error of its 3INST code, the codebook that
-# EXL3 started from, on N(0, 1) at 2 bits with a 16-bit trellis. Reproduced in exllamav3's pull request 26.
+# Mean squared error on N(0, 1) at 2 bits that the QTIP paper (arXiv 2406.11235) gives for 3INST, the code that EXL3
+# started from; taken from github.com/turboderp-org/exllamav3/pull/26, which quotes it and whose author measured 0.0743
+# with code of his own. For EXL3 itself no such figure is published: its doc/exl3.md has perplexities only.
 PUBLISHED_MSE_2_BITS = 0.069
 CHAINS = {1: 2, 2: 4, 3: 8, 4: 16, 5: 16, 6: 16, 7: 16, 8: 16}
 
@@ -70,11 +71,11 @@ def test_error_halves_with_every_bit() -> None:
 
 
 def test_as_good_as_published() -> None:
-    assert relative_error(gaussian_tiles(12, seed=3), 2, "3inst") == pytest.approx(PUBLISHED_MSE_2_BITS**0.5, rel=0.10)
+    assert relative_error(gaussian_tiles(12, seed=3), 2, "3inst") == pytest.approx(PUBLISHED_MSE_2_BITS**0.5, rel=0.03)
 
 
 def test_matrix_of_512_at_4_bits_is_near_the_rate_distortion_bound() -> None:
-    """No code of 4 bits a weight can be below 2^-4 on N(0, 1); the published QTIP figures are 5 % above their bound."""
+    """No code of 4 bits a weight can be below 2^-4 on N(0, 1); at 2 bits QTIP is 5 % above its bound of 2^-2."""
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(4))
     packed = encode.quantise(weight, 4, "mcg")
     error = ((exl3.dequantise(packed) - weight).norm() / weight.norm()).item()
