@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,6 +34,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "glm_vllm_overlay_master_port": (1024, 65535),
     "glm_vllm_overlay_drain_timeout": (0, 3600),
     "glm_vllm_overlay_gate_timeout": (10, 3600),
+    "glm_vllm_overlay_rate_limit": (1, 1000),
+    "glm_vllm_overlay_connection_limit": (1, 1000),
+    "glm_vllm_overlay_reload_timeout": (1, 3600),
     "glm_vllm_overlay_reserve_bytes": (GIB, 64 * GIB),
     "glm_vllm_overlay_ablation_alpha": (0.01, 2),
     "ray_cluster_port": (1024, 65535),
@@ -59,6 +63,10 @@ LAYERS = 45
 # The head's host number in every rail; the workers follow.
 FIRST_HOST = 11
 
+
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
+# How a file begins that ansible-vault has encrypted; Ansible decrypts it on its way to the node.
+VAULTED = b"$ANSIBLE_VAULT"
 
 BOOLEANS = {True: ("true", "on", "yes"), False: ("false", "off", "no")}
 
@@ -384,19 +392,7 @@ def _ablation(get: _Effective) -> Iterator[Problem]:
 
 
 def _gateway(get: _Effective) -> Iterator[Problem]:
-    if get["glm_vllm_overlay_http"] == "off":
-        yield get.problem(
-            "glm_vllm_overlay_http",
-            "is off and this release serves no HTTPS, so nothing would listen",
-            "set it to lan or loopback",
-        )
-    for name in ("glm_vllm_overlay_tls_cert", "glm_vllm_overlay_tls_key"):
-        if get[name]:
-            yield get.problem(
-                name,
-                "is set, and this release serves no HTTPS",
-                "remove it, and put a proxy of yours before glm_vllm_overlay_http: loopback",
-            )
+    yield from _certificate(get)
     names: set[str] = set()
     for index, entry in enumerate(get["glm_vllm_overlay_api_keys"] or ()):
         if not re.fullmatch(r"[0-9a-f]{64}", entry["key"]):
@@ -427,6 +423,32 @@ def _gateway(get: _Effective) -> Iterator[Problem]:
                 "glm_vllm_overlay_allowed_networks",
                 f"is {_show(network, {})}",
                 "write a network such as 192.168.0.0/16, without host bits",
+                member=f"[{index}]",
+            )
+
+
+def _certificate(get: _Effective) -> Iterator[Problem]:
+    pair = ("glm_vllm_overlay_tls_cert", "glm_vllm_overlay_tls_key")
+    for name, other in (pair, pair[::-1]):
+        if get[name] and get[other] == "":
+            yield get.problem(name, f"is set and {other} is empty", "name both files, or none")
+    cert, key = (Path(get[name] or "") for name in pair)
+    if cert.is_file() and key.is_file() and not any(file.read_bytes().startswith(VAULTED) for file in (cert, key)):
+        try:
+            # Without a passphrase to hand out, or OpenSSL would ask on the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+        except (OSError, ValueError):  # ssl.SSLError is an OSError
+            yield get.problem(
+                pair[1],
+                f"does not fit the certificate {cert}, or one of the two is no PEM file or has a passphrase",
+                "name a certificate and its own key",
+            )
+    for index, name in enumerate(get["glm_vllm_overlay_tls_names"] or ()):
+        if _address(name) is None and not HOST_NAME.fullmatch(name):
+            yield get.problem(
+                "glm_vllm_overlay_tls_names",
+                f"is {_show(name, {})}",
+                "write a host name or an address",
                 member=f"[{index}]",
             )
 
@@ -553,6 +575,8 @@ def _files(get: _Effective) -> Iterator[Problem]:
     wanted = {
         "glm_vllm_overlay_wheelhouse": "folder",
         "glm_vllm_overlay_chat_template": "file",
+        "glm_vllm_overlay_tls_cert": "file",
+        "glm_vllm_overlay_tls_key": "file",
     }
     for name, kind in wanted.items():
         text = get[name]

@@ -156,13 +156,19 @@ def test_nft_accepts_the_firewall(rendered, host):
 
 
 def test_nginx_accepts_the_gateway(rendered, tmp_path):
-    site = (rendered / "sparks/spark-a/etc/nginx/conf.d/glm-vllm.conf").read_text()
+    etc = rendered / "sparks/spark-a/etc"
+    main = (etc / "nginx/modules-enabled/90-glm-vllm.conf").read_text()
+    site = (etc / "nginx/conf.d/glm-vllm.conf").read_text()
     (tmp_path / "keys.map").write_text(f'"~^{"0" * 64}$" "me";\n')  # as `glm-vllm key` writes it
-    site = site.replace("/etc/nginx/glm-vllm", str(tmp_path)).replace("/var/log/nginx", str(tmp_path))
-    # A port below the one of the file: `nginx -t` binds it, and a served pair may run on this machine.
-    (tmp_path / "site.conf").write_text(re.sub(r"listen (\S*:)?8888", r"listen \g<1>18888", site))
+    files = ("-keyout", tmp_path / "server.key", "-out", tmp_path / "server.crt")
+    run(program("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *files,
+        "-subj", "/CN=x")  # fmt: skip
+    for folder in ("/etc/nginx/glm-vllm", "/etc/glm-vllm/tls", "/var/log/nginx"):
+        site = site.replace(folder, str(tmp_path))
+    # Ports below those of the file: `nginx -t` binds them, and a served pair may run on this machine.
+    (tmp_path / "site.conf").write_text(re.sub(r"listen (\S*:)?(8888|8443)", r"listen \g<1>1\g<2>", site))
     (tmp_path / "nginx.conf").write_text(
-        f"pid {tmp_path}/pid;\nerror_log {tmp_path}/error.log;\nevents {{}}\n"
+        f"{main}\npid {tmp_path}/pid;\nerror_log {tmp_path}/error.log;\nevents {{}}\n"
         f"http {{\n  access_log off;\n  include {tmp_path}/site.conf;\n}}\n"
     )
     run(program("nginx"), "-t", "-q", "-c", tmp_path / "nginx.conf")

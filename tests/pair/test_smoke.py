@@ -147,8 +147,8 @@ def test_door_is_open() -> None:
 def test_counters_stand_still() -> None:
     """`acceptance`: no draft is counted. The gateway shows still counters in the place of an engine that drafts
     nothing; test_together.py has such an engine, under `make test-full`."""
-    still = "        return 200 'vllm:spec_decode_num_draft_tokens_total 7.0\n';"
-    with gateway("        if ($glm_metrics_open = 0) {", still):
+    still = "    location = /metrics { return 200 'vllm:spec_decode_num_draft_tokens_total 7.0\n'; }"
+    with gateway(LAST, still):
         assert fails("acceptance").startswith("speculator mtp is deployed and drafted nothing")
 
 

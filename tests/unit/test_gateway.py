@@ -9,17 +9,22 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import socketserver
+import ssl
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 import pytest
 import yaml
-from glm_vllm_overlay.node.keys import Store, add
+from glm_vllm_overlay.node import certs
+from glm_vllm_overlay.node.keys import Store, add, revoke
 from glm_vllm_overlay.node.paths import Paths
 
 ROLE = Path(__file__).resolve().parents[2] / "roles/glm-vllm-overlay"
@@ -34,13 +39,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def render(**variables) -> str:
-    """The site file for the role's defaults with some variables changed."""
+def render(**variables) -> Site:
+    """What the role renders for the role's defaults with some variables changed."""
     values = yaml.safe_load((ROLE / "defaults/main.yml").read_text(encoding="utf-8"))
     values |= yaml.safe_load((ROLE / "vars/main/main.yml").read_text(encoding="utf-8"))
     values |= {"ansible_managed": "Ansible managed", "ansible_facts": {"lo": {}}} | variables
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return environment.from_string((ROLE / "templates/nginx-site.conf.j2").read_text(encoding="utf-8")).render(values)
+    main, site = (
+        environment.from_string((ROLE / f"templates/nginx-{name}.conf.j2").read_text(encoding="utf-8")).render(values)
+        for name in ("main", "site")
+    )
+    return Site(main, site)
+
+
+@dataclass
+class Site:
+    """What the role renders for nginx: its main context, and the site inside http {}."""
+
+    main: str
+    site: str
 
 
 class Engine(http.server.BaseHTTPRequestHandler):
@@ -55,7 +72,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
         left = size
         while left:
             left -= len(self.rfile.read(min(left, 1 << 20)))
-        if self.path == "/stream":
+        if self.path == "/v1/stream":
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Transfer-Encoding", "chunked")
@@ -65,7 +82,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
             self.go_on.wait(10)
             self.wfile.write(b"3\r\ntwo\r\n0\r\n\r\n")
             return
-        busy = self.path == "/busy"
+        busy = self.path == "/v1/busy"
         body = json.dumps({"path": self.path, "headers": dict(self.headers), "size": size}).encode()
         self.send_response(503 if busy else 200)
         self.send_header("Content-Length", str(len(body)))
@@ -91,14 +108,18 @@ class UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 class Gateway:
     """A running nginx with our site in a folder of its own."""
 
-    def __init__(self, folder: Path, site: str, port: int) -> None:
-        self.folder, self.port = folder, port
+    def __init__(self, folder: Path, rendered: Site, port: int, https: int = 0) -> None:
+        self.folder, self.port, self.https, site = folder, port, https, rendered.site
+        certificate = certs.Certificate(Paths(folder))
+        certificate.folder.mkdir(parents=True, exist_ok=True)
+        certs.ensure(certificate, {"IP:127.0.0.1"})
         self.socket = folder / "run/glm-vllm/api.sock"
         self.socket.parent.mkdir(parents=True)
         (folder / "logs").mkdir()
         for ours, here in (
             ("unix:/run/glm-vllm/api.sock", f"unix:{self.socket}"),
             ("/etc/nginx/glm-vllm/keys.map", f"{folder}/etc/nginx/glm-vllm/keys.map"),
+            ("/etc/glm-vllm/tls/", f"{folder}/etc/glm-vllm/tls/"),
             ("/var/log/nginx/", f"{folder}/logs/"),
         ):
             site = site.replace(ours, here)
@@ -108,6 +129,7 @@ class Gateway:
         )
         (folder / "nginx.conf").write_text(
             f"{'user root;' if os.geteuid() == 0 else ''}\ndaemon off;\nworker_processes 1;\npid {folder}/pid;\n"
+            f"{rendered.main}"
             f"error_log {folder}/logs/error.log;\nevents {{}}\nhttp {{\naccess_log off;\n{temporary}"
             f"include {folder}/site.conf;\n}}\n",
             encoding="utf-8",
@@ -140,6 +162,36 @@ class Gateway:
         self.process.terminate()
         self.process.wait(10)
 
+    def reload(self) -> None:
+        """What `systemctl reload` does, until no old worker takes a connection any more."""
+        before = self.workers()
+        self.process.send_signal(signal.SIGHUP)
+        end = time.monotonic() + 10
+        while any(title and "shutting down" not in title for title in map(self.title, before)):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def workers(self) -> list[str]:
+        """Process ids of the workers."""
+        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+
+    @staticmethod
+    def title(pid: str) -> str:
+        """What a process calls itself; "" when it has ended."""
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+
+    def stream(self, headers) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """An answer under way: its first chunk has come, the engine keeps the second until `Engine.go_on`."""
+        Engine.go_on.clear()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection.request("GET", "/v1/stream", headers=headers)
+        answer = connection.getresponse()
+        assert answer.read(3) == b"one"
+        return connection, answer
+
     def ask(self, path, headers=None, method="GET", body=None, source="127.0.0.1"):
         """(status, headers, body) of one request."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10, source_address=(source, 0))
@@ -156,15 +208,29 @@ def keys(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def gateway(keys):
-    """A gateway whose engine runs."""
-    port = free_port()
-    with Gateway(keys, render(glm_vllm_overlay_api_port=port, glm_vllm_overlay_http="loopback"), port) as running:
+@contextlib.contextmanager
+def serving(folder: Path, header_timeout: int = 10, **variables) -> Iterator[Gateway]:
+    """A gateway whose engine runs; `header_timeout` in seconds takes the place of the site's own."""
+    http_port, https_port = free_port(), free_port()
+    ports = {"glm_vllm_overlay_api_port": http_port, "glm_vllm_overlay_https_port": https_port}
+    rendered = render(**{"glm_vllm_overlay_http": "loopback"} | ports | variables)
+    assert "client_header_timeout 10s;" in rendered.site
+    rendered.site = rendered.site.replace("header_timeout 10s;", f"header_timeout {header_timeout}s;")
+    with Gateway(folder, rendered, http_port, https_port) as running:
         engine = UnixServer(str(running.socket), Engine)
         threading.Thread(target=engine.serve_forever, daemon=True).start()
+        try:
+            yield running
+        finally:
+            Engine.go_on.set()
+            engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def gateway(keys):
+    """A gateway with the role's defaults; its rate is out of these tests' way."""
+    with serving(keys, glm_vllm_overlay_rate_limit=1000) as running:
         yield running
-        engine.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +252,7 @@ def gateway(keys):
         ({"x-api-key": f".*{KEY}"}, 401),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
 def test_only_the_right_key_opens(gateway, headers, status, path):
     """Every path but two asks for the key, in both header forms, in its own letter case."""
     assert gateway.ask(path, headers)[0] == status
@@ -207,11 +273,59 @@ def test_health_and_metrics_need_no_key(gateway, path):
     assert gateway.ask(f"{path}/x")[0] == 401
 
 
-@pytest.mark.parametrize("path", ["/metrics/../health", "/v1/models/../../health", "/metrics/%2e%2e/health"])
-def test_an_open_path_leads_nowhere_else(gateway, path):
-    """The engine reads a path as it stands; what is /health to the gateway must be that to the engine."""
-    status, _, body = gateway.ask(path)
-    assert status == 200 and json.loads(body)["path"] == "/health"
+ODD = [
+    "//v1/models",
+    "/v1//models",
+    "/v1%2fmodels",
+    "/v1/%6dodels",
+    "/v1/..%2fhealth",
+    "/v1/./models",
+    "/v1/../metrics",
+    "/metrics/../health",
+    "/metrics/%2e%2e/health",
+    "/health/",
+    "/health;/v1/models",
+    "/v1\\models",
+    "/V1/models",
+    "/v1",
+    "/v1/models/",
+    "/",
+    "/tokenize",
+    "/detokenize",
+    "/docs",
+    "/openapi.json",
+    "/version",
+    "/pooling",
+    "/invocations",
+    "/reset_prefix_cache",
+    "/collective_rpc",
+]
+
+
+@pytest.mark.parametrize("path", ODD)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_the_engine_gets_no_path_with_two_meanings(gateway, path, method):
+    """Without a key each is refused like any other; with one it leads nowhere. None comes to the engine."""
+    assert gateway.ask(path, method=method)[0] == 401
+    status, _, body = gateway.ask(path, {"x-api-key": KEY}, method)
+    assert status == 404 and json.loads(body)["error"]["code"] == "unknown_path"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_0-1:2.a", "/v1/a/b/c", "/v1/models?a=/../b//c%2f"])
+def test_plain_paths_come_through_as_they_are(gateway, path):
+    """The rule has room for what the API's paths are made of, and does not look at the query."""
+    status, _, body = gateway.ask(path, {"x-api-key": KEY})
+    assert status == 200 and json.loads(body)["path"] == path
+
+
+@pytest.mark.parametrize("path", [f"/v1/models?key={KEY}", f"/v1/models?api_key={KEY.upper()}", f"/v1/{KEY}"])
+@pytest.mark.parametrize("headers", [{}, {"x-api-key": KEY}])
+def test_a_key_in_the_address_opens_nothing_and_is_not_logged(gateway, path, headers):
+    """It is told so, and neither log shows it."""
+    status, _, body = gateway.ask(path, headers)
+    assert status == 400 and json.loads(body)["error"]["code"] == "key_in_address" and KEY not in body
+    time.sleep(0.1)
+    assert KEY not in "".join(file.read_text().lower() for file in (gateway.folder / "logs").iterdir())
 
 
 def test_the_engine_never_sees_a_key(gateway):
@@ -235,11 +349,7 @@ def test_the_log_names_the_key_and_never_shows_it(gateway):
 
 def test_streams_are_not_held_back(gateway):
     """The first chunk arrives while the engine still thinks about the second."""
-    Engine.go_on.clear()
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=5)
-    connection.request("GET", "/stream", headers={"x-api-key": KEY})
-    answer = connection.getresponse()
-    assert answer.read(3) == b"one"
+    _, answer = gateway.stream({"x-api-key": KEY})
     Engine.go_on.set()
     assert answer.read() == b"two"
 
@@ -259,8 +369,8 @@ def test_large_bodies_pass_and_larger_ones_are_told_so(gateway):
 
 def test_the_engines_own_503_passes(gateway):
     """Only connection errors are ours to word."""
-    status, headers, body = gateway.ask("/busy", {"x-api-key": KEY})
-    assert status == 503 and "Retry-After" not in headers and json.loads(body)["path"] == "/busy"
+    status, headers, body = gateway.ask("/v1/busy", {"x-api-key": KEY})
+    assert status == 503 and "Retry-After" not in headers and json.loads(body)["path"] == "/v1/busy"
 
 
 @pytest.mark.parametrize("socket_left", [False, True])
@@ -268,7 +378,8 @@ def test_engine_away_is_503_with_retry_after(tmp_path, socket_left):
     """No socket, and a socket that nobody answers: clients and load balancers are told to come back."""
     add(Store(Paths(tmp_path)), "laptop", KEY)
     port = free_port()
-    with Gateway(tmp_path, render(glm_vllm_overlay_api_port=port, glm_vllm_overlay_http="loopback"), port) as running:
+    ports = {"glm_vllm_overlay_api_port": port, "glm_vllm_overlay_https_port": free_port()}
+    with Gateway(tmp_path, render(glm_vllm_overlay_http="loopback", **ports), port) as running:
         if socket_left:
             with socket.socket(socket.AF_UNIX) as left:
                 left.bind(str(running.socket))
@@ -283,10 +394,12 @@ def test_networks_outside_stay_out(tmp_path):
     """An address in no allowed network gets 403 even with a key; one in a public network needs it for counters."""
     add(Store(Paths(tmp_path)), "laptop", KEY)
     port = free_port()
-    site = render(glm_vllm_overlay_api_port=port, glm_vllm_overlay_http="loopback")
-    site = site.replace("127.0.0.0/8 1;", "127.0.0.1/32 1;")
-    site = site.replace("10.0.0.0/8 1;", "127.0.0.2/32 1;", 1)
-    with Gateway(tmp_path, site, port) as running:
+    rendered = render(
+        glm_vllm_overlay_api_port=port, glm_vllm_overlay_https_port=free_port(), glm_vllm_overlay_http="loopback"
+    )
+    rendered.site = rendered.site.replace("127.0.0.0/8 1;", "127.0.0.1/32 1;")
+    rendered.site = rendered.site.replace("10.0.0.0/8 1;", "127.0.0.2/32 1;", 1)
+    with Gateway(tmp_path, rendered, port) as running:
         engine = UnixServer(str(running.socket), Engine)
         threading.Thread(target=engine.serve_forever, daemon=True).start()
         with_key = {"x-api-key": KEY}
@@ -304,25 +417,175 @@ def test_an_empty_store_lets_nobody_in(tmp_path):
     """A key file that was emptied is a closed door, not an open one."""
     Store(Paths(tmp_path)).render([])
     port = free_port()
-    with Gateway(tmp_path, render(glm_vllm_overlay_api_port=port, glm_vllm_overlay_http="loopback"), port) as running:
+    ports = {"glm_vllm_overlay_api_port": port, "glm_vllm_overlay_https_port": free_port()}
+    with Gateway(tmp_path, render(glm_vllm_overlay_http="loopback", **ports), port) as running:
         for headers in ({}, {"x-api-key": ""}, {"x-api-key": KEY}, {"Authorization": "Bearer "}):
             assert running.ask("/v1/models", headers)[0] == 401
+
+
+SECURE, SECURE6 = "8443 ssl", "[::]:8443 ssl ipv6only=on"
 
 
 @pytest.mark.parametrize(
     ("http", "ipv6", "listens"),
     [
-        ("lan", {}, ["8888"]),
-        ("lan", {"ipv6": []}, ["8888", "[::]:8888 ipv6only=on"]),
-        ("loopback", {}, ["127.0.0.1:8888"]),
-        ("loopback", {"ipv6": []}, ["127.0.0.1:8888", "[::1]:8888 ipv6only=on"]),
-        ("off", {"ipv6": []}, []),
+        ("lan", {}, ["8888", SECURE]),
+        ("lan", {"ipv6": []}, ["8888", SECURE, "[::]:8888 ipv6only=on", SECURE6]),
+        ("loopback", {}, ["127.0.0.1:8888", SECURE]),
+        ("loopback", {"ipv6": []}, ["127.0.0.1:8888", SECURE, "[::1]:8888 ipv6only=on", SECURE6]),
+        ("off", {}, [SECURE]),
+        ("off", {"ipv6": []}, [SECURE, SECURE6]),
     ],
 )
 def test_who_reaches_the_port(http, ipv6, listens, tmp_path):
     """The door is where glm_vllm_overlay_http says, and nginx accepts each rendering."""
-    site = render(glm_vllm_overlay_http=http, ansible_facts={"lo": ipv6})
-    assert re.findall(r"^\s*listen (.*);$", site, re.MULTILINE) == listens
+    rendered = render(glm_vllm_overlay_http=http, ansible_facts={"lo": ipv6})
+    assert re.findall(r"^\s*listen (.*);$", rendered.site, re.MULTILINE) == listens
     add(Store(Paths(tmp_path)), "laptop", KEY)
-    port = free_port()
-    assert not Gateway(tmp_path, re.sub(r"\b8888\b", str(port), site), port).test()
+    for port in ("8888", "8443"):
+        rendered.site = re.sub(rf"\b{port}\b", str(free_port()), rendered.site)
+    assert not Gateway(tmp_path, rendered, 0).test()
+
+
+# ---- HTTPS -----------------------------------------------------------------------------------------
+def trust(folder: Path) -> ssl.SSLContext:
+    """A client that knows the head's authority."""
+    return ssl.create_default_context(cafile=folder / "etc/glm-vllm/tls/ca.crt")
+
+
+def ask_securely(gateway: Gateway, headers: dict[str, str], context: ssl.SSLContext) -> int:
+    connection = http.client.HTTPSConnection("127.0.0.1", gateway.https, timeout=10, context=context)
+    connection.request("GET", "/v1/models", headers=headers)
+    return connection.getresponse().status
+
+
+def test_https_asks_for_the_same_key(gateway):
+    """A client that was given ca.crt, and nothing else, is content with the certificate."""
+    context = trust(gateway.folder)
+    assert ask_securely(gateway, {"x-api-key": KEY}, context) == 200
+    assert ask_securely(gateway, {}, context) == 401
+    with pytest.raises(ssl.SSLCertVerificationError):
+        ask_securely(gateway, {"x-api-key": KEY}, ssl.create_default_context())
+
+
+@pytest.mark.parametrize(
+    ("version", "ciphers", "passes"),
+    [
+        (ssl.TLSVersion.TLSv1_3, "DEFAULT", True),
+        (ssl.TLSVersion.TLSv1_2, "DEFAULT", True),
+        (ssl.TLSVersion.TLSv1_2, "ECDHE+AESCCM:ECDHE+AES:!AESGCM", False),
+        (ssl.TLSVersion.TLSv1_1, "ALL:@SECLEVEL=0", False),
+        (ssl.TLSVersion.TLSv1, "ALL:@SECLEVEL=0", False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tls_from_1_2_on(gateway, version, ciphers, passes):
+    """Older versions, and ciphers that do not authenticate what they encrypt, find nobody."""
+    context = trust(gateway.folder)
+    context.minimum_version = context.maximum_version = version
+    context.set_ciphers(ciphers)
+    if passes:
+        assert ask_securely(gateway, {"x-api-key": KEY}, context) == 200
+    else:
+        with pytest.raises(ssl.SSLError):
+            ask_securely(gateway, {"x-api-key": KEY}, context)
+    assert gateway.ask("/health")[0] == 200
+
+
+def test_plain_http_on_the_https_port_is_told_so(gateway):
+    """A sentence instead of nginx's page."""
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.https, timeout=10)
+    connection.request("GET", "/v1/models", headers={"x-api-key": KEY})
+    answer = connection.getresponse()
+    assert answer.status == 400 and json.loads(answer.read())["error"]["code"] == "https_only"
+
+
+def test_a_renewal_drops_nobody(tmp_path):
+    """A running answer over the old certificate comes to its end; the next connection sees the new one."""
+    add(Store(Paths(tmp_path)), "laptop", KEY)
+    with serving(tmp_path) as gateway:
+        context = trust(tmp_path)
+        Engine.go_on.clear()
+        connection = http.client.HTTPSConnection("127.0.0.1", gateway.https, timeout=10, context=context)
+        connection.request("GET", "/v1/stream", headers={"x-api-key": KEY})
+        answer = connection.getresponse()
+        assert answer.read(3) == b"one"
+        before = connection.sock.getpeercert()["serialNumber"] if connection.sock else None
+        certs.Certificate(Paths(tmp_path)).make({"IP:127.0.0.1"})
+        gateway.reload()
+        with socket.create_connection(("127.0.0.1", gateway.https)) as plain:
+            with context.wrap_socket(plain, server_hostname="127.0.0.1") as secure:
+                assert secure.getpeercert()["serialNumber"] != before
+        assert ask_securely(gateway, {"x-api-key": KEY}, context) == 200
+        Engine.go_on.set()
+        assert answer.read() == b"two"
+
+
+# ---- keys that come and go --------------------------------------------------------------------------
+def test_keys_come_and_go_by_reload(tmp_path):
+    """A new key opens and a revoked one does not, from the reload on; an answer under way ends with the patience."""
+    store = Store(Paths(tmp_path))
+    add(store, "laptop", KEY)
+    with serving(tmp_path, glm_vllm_overlay_reload_timeout=2) as gateway:
+        assert gateway.ask("/v1/models", {"x-api-key": OTHER})[0] == 401
+        add(store, "phone", OTHER)
+        gateway.reload()
+        assert gateway.ask("/v1/models", {"x-api-key": OTHER})[0] == 200
+        _, answer = gateway.stream({"x-api-key": KEY})
+        revoke(store, "laptop")
+        gateway.reload()
+        began = time.monotonic()
+        assert gateway.ask("/v1/models", {"x-api-key": KEY})[0] == 401
+        assert gateway.ask("/v1/models", {"x-api-key": OTHER})[0] == 200
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+        assert 1 < time.monotonic() - began < 5
+
+
+# ---- one client among others ------------------------------------------------------------------------
+@pytest.fixture
+def narrow(tmp_path):
+    """A gateway with two keys and small limits."""
+    for name, key in (("laptop", KEY), ("phone", OTHER)):
+        add(Store(Paths(tmp_path)), name, key)
+    with serving(tmp_path, glm_vllm_overlay_rate_limit=2, glm_vllm_overlay_connection_limit=2) as running:
+        yield running
+
+
+def test_too_many_requests_a_second(narrow):
+    """Past rate and burst one key is told to wait; the other, and /health, are not touched."""
+    statuses = [narrow.ask("/v1/models", {"x-api-key": KEY}) for _ in range(12)]
+    passed = [status for status, *_ in statuses].count(200)
+    assert 5 <= passed <= 7 and statuses[0][0] == 200
+    status, headers, body = statuses[-1]
+    assert status == 429 and headers["Retry-After"] == "1"
+    assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
+    assert narrow.ask("/v1/models", {"Authorization": f"Bearer {OTHER}"})[0] == 200
+    assert all(narrow.ask("/health")[0] == 200 for _ in range(10))
+
+
+def test_too_many_at_a_time(narrow):
+    """A third answer of one key waits outside while two run; another key's does not."""
+    running = [narrow.stream({"x-api-key": KEY}) for _ in range(2)]
+    assert narrow.ask("/v1/models", {"Authorization": f"Bearer {KEY}"})[0] == 429
+    assert narrow.ask("/v1/models", {"x-api-key": OTHER})[0] == 200
+    Engine.go_on.set()
+    assert [answer.read() for _, answer in running] == [b"two", b"two"]
+    time.sleep(0.6)  # half a second a request, and the slots are free again
+    assert narrow.ask("/v1/models", {"x-api-key": KEY})[0] == 200
+
+
+def test_a_client_that_dribbles_is_let_go(tmp_path):
+    """Many connections that never finish their request: others are served meanwhile, and these end."""
+    add(Store(Paths(tmp_path)), "laptop", KEY)
+    with serving(tmp_path, header_timeout=2) as gateway:
+        slow = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(100)]
+        for each in slow:
+            each.sendall(b"GET /v1/models HTTP/1.1\r\nHost: head\r\nX-")
+        assert gateway.ask("/v1/models", {"x-api-key": KEY})[0] == 200
+        began = time.monotonic()
+        for each in slow:
+            each.settimeout(20)
+            each.recv(4096)  # ends, or says 408
+        assert time.monotonic() - began < 8
+        assert gateway.ask("/v1/models", {"x-api-key": KEY})[0] == 200

@@ -11,6 +11,7 @@ import threading
 import pytest
 from glm_vllm_overlay import cli
 from glm_vllm_overlay.node import keys
+from glm_vllm_overlay.node.files import locked
 from glm_vllm_overlay.node.paths import Paths
 
 A, B = "a1" * 32, "b2" * 32
@@ -177,7 +178,7 @@ def test_two_at_once_lose_nothing(root):
 
     def make(number):
         store = keys.Store(Paths(root))
-        with store.locked():
+        with locked(root):
             keys.add(store, f"k{number}", f"{number:064x}")
 
     threads = [threading.Thread(target=make, args=(number,)) for number in range(12)]

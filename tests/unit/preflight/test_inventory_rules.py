@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 from typing import Any
 
 import pytest
@@ -189,10 +190,9 @@ BROKEN = {
         {"glm_vllm_overlay_kv_cache_memory_bytes": True},
         "glm_vllm_overlay_kv_cache_memory_bytes is true: write auto, or the bytes as a whole number without quotes.",
     ),
-    "nothing_listens": (
-        {"glm_vllm_overlay_http": "off"},
-        "glm_vllm_overlay_http is off and this release serves no HTTPS, so nothing would listen: "
-        "set it to lan or loopback.",
+    "certificate_name_with_a_space": (
+        {"glm_vllm_overlay_tls_names": ["198.51.100.7", "my head"]},
+        'glm_vllm_overlay_tls_names[1] is the text "my head": write a host name or an address.',
     ),
     "key_of_the_wrong_form": (
         {"glm_vllm_overlay_api_keys": [{"name": "me", "key": "secret"}]},
@@ -301,19 +301,29 @@ BROKEN = {
         {"glm_vllm_overlay_wheelhouse": "wheels"},
         'glm_vllm_overlay_wheelhouse is the text "wheels": write the whole path from /.',
     ),
-    "private_key_before_https": (
+    "private_key_alone": (
         {"glm_vllm_overlay_tls_key": __file__},
-        "glm_vllm_overlay_tls_key is set, and this release serves no HTTPS: "
-        "remove it, and put a proxy of yours before glm_vllm_overlay_http: loopback.",
+        "glm_vllm_overlay_tls_key is set and glm_vllm_overlay_tls_cert is empty: name both files, or none.",
     ),
     "relative_source": (
         {"model_fetch_sources": [{"path": "models/mine", "licence": "none"}]},
         'model_fetch_sources[0].path is the text "models/mine": write the whole path from /.',
     ),
-    "certificate_before_https": (
+    "certificate_alone": (
         {"glm_vllm_overlay_tls_cert": __file__},
-        "glm_vllm_overlay_tls_cert is set, and this release serves no HTTPS: "
-        "remove it, and put a proxy of yours before glm_vllm_overlay_http: loopback.",
+        "glm_vllm_overlay_tls_cert is set and glm_vllm_overlay_tls_key is empty: name both files, or none.",
+    ),
+    "no_certificate": (
+        {"glm_vllm_overlay_tls_cert": __file__, "glm_vllm_overlay_tls_key": __file__},
+        f"glm_vllm_overlay_tls_key does not fit the certificate {__file__}, or one of the two is no PEM file or has a "
+        "passphrase: name a certificate and its own key.",
+    ),
+    "certificate_elsewhere": (
+        {"glm_vllm_overlay_tls_cert": "/nowhere/crt", "glm_vllm_overlay_tls_key": "/nowhere/key"},
+        [
+            "glm_vllm_overlay_tls_cert names /nowhere/crt, which is no file on this controller: correct the path.",
+            "glm_vllm_overlay_tls_key names /nowhere/key, which is no file on this controller: correct the path.",
+        ],
     ),
 }
 
@@ -429,6 +439,25 @@ def test_a_wheelhouse_without_wheels(problems, tmp_path):
     ]
     (tmp_path / "uv-0-py3-none-any.whl").touch()
     assert problems(glm_vllm_overlay_wheelhouse=str(tmp_path)) == []
+
+
+def test_a_certificate_and_its_key(problems, tmp_path):
+    """Fails when a pair that fits is refused, or another key, or one with a passphrase, is taken."""
+    for name, lock in (("own", ("-nodes",)), ("other", ("-nodes",)), ("locked", ("-passout", "pass:secret"))):
+        files = ("-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.crt")
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=x"]
+        subprocess.run([*command, *lock, *files], check=True, capture_output=True)
+    (tmp_path / "vaulted.key").write_text("$ANSIBLE_VAULT;1.1;AES256\n00\n")
+
+    def found(cert: str, key: str) -> list[str]:
+        return problems(
+            glm_vllm_overlay_tls_cert=str(tmp_path / f"{cert}.crt"),
+            glm_vllm_overlay_tls_key=str(tmp_path / f"{key}.key"),
+        )
+
+    assert found("own", "own") == found("own", "vaulted") == []
+    for cert, key in (("own", "other"), ("locked", "locked")):
+        assert "name a certificate and its own key" in found(cert, key)[0]
 
 
 def test_no_secret_is_ever_printed(problems):

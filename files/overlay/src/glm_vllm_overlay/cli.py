@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": ("glm_vllm_overlay.plan.command", "say what a node's memory would be used for and whether it fits"),
     "build": ("glm_vllm_overlay.build", "compile the kernels that the engine's experts run on"),
     "key": ("glm_vllm_overlay.node.keys", "make, list and revoke API keys"),
+    "cert": ("glm_vllm_overlay.node.certs", "make or renew the gateway's certificate"),
     "probe": ("glm_vllm_overlay.node.probe", "ask the endpoint for an answer and check it"),
 }
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import fcntl
 import json
 import os
 import re
 import secrets
-import subprocess
 import sys
-from collections.abc import Iterator
 
 from glm_vllm_overlay.node import paths as node_paths
 from glm_vllm_overlay.node.errors import Refusal, Unusable
-from glm_vllm_overlay.node.files import read_json, read_line, write_atomically
+from glm_vllm_overlay.node.files import locked, read_json, read_line, write_atomically
+from glm_vllm_overlay.node.gateway import reload_nginx
 from glm_vllm_overlay.node.paths import Paths
 
 ACTIONS = ("new", "import", "list", "revoke", "map")
@@ -65,17 +62,6 @@ class Store:
         self.map.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_atomically(self.map, text, 0o640)
         return True
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other `glm-vllm key` commands out."""
-        self.file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        folder = os.open(self.file.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(folder)
 
 
 def checked_name(name: str | None, action: str) -> str:
@@ -126,14 +112,6 @@ def revoke(store: Store, name: str) -> None:
     store.save(left)
 
 
-def reload_nginx() -> str:
-    """Make a running nginx read the map; returns "" or, in one sentence, why it did not."""
-    done = subprocess.run(["systemctl", "reload", "nginx.service"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return f"the change is stored, but nginx was not reloaded ({done.stderr.strip()}): run `nginx -t`"
-    return ""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`glm-vllm key new|import|list|revoke|map [NAME] [--reload]`."""
     parser.add_argument(
@@ -171,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
     if os.geteuid() != 0:
         raise Unusable(f"the API keys belong to root: run `sudo glm-vllm key {args.action}`")
     store = Store(node_paths.current())
-    with store.locked():
+    store.file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with locked(store.file.parent):
         document, text = act(args, store)
     # A new key is shown whatever nginx says: nothing shows it again.
     problem = reload_nginx() if args.reload and document.get("changed") else ""

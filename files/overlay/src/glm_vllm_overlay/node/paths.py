@@ -15,6 +15,7 @@ class Paths:
         self.fabric_json = self.root / "etc/glm-vllm/fabric.json"
         self.serve_yaml = self.root / "etc/glm-vllm/serve.yaml"
         self.chat_template = self.root / "etc/glm-vllm/chat_template.jinja"
+        self.tls = self.root / "etc/glm-vllm/tls"
         self.run = self.root / "run/glm-vllm"
         self.fabric_env = self.run / "fabric.env"
         self.session = self.run / "session.json"

@@ -11,10 +11,12 @@ import contextlib
 import http.client
 import json
 import re
+import ssl
 import sys
 import time
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 
 from glm_vllm_overlay.node import fabric as node_fabric
 from glm_vllm_overlay.node import paths as node_paths
@@ -39,21 +41,38 @@ class Failed(Exception):
     """A check that did not pass; says in one sentence what is wrong and what to do."""
 
 
-class Door:
-    """The HTTP endpoint, asked with or without a key."""
+def pinned(certificate: Path) -> ssl.SSLContext:
+    """Trust in this machine's own certificate and no other; it need not name the loopback address that is asked."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(certificate)
+    except OSError as error:  # ssl.SSLError is one
+        raise Unusable(f"{certificate} cannot be used ({error}): run playbooks/serve.yml") from None
+    return context
 
-    def __init__(self, url: str, key: str | None) -> None:
+
+class Door:
+    """The HTTP or HTTPS endpoint, asked with or without a key."""
+
+    def __init__(self, url: str, key: str | None, certificate: Path) -> None:
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise Unusable(f"{url} is not an address such as http://127.0.0.1:8888")
-        self.url, self.host, self.port, self.key = url.rstrip("/"), parts.hostname, parts.port or 80, key
+        self.url, self.host, self.key = url.rstrip("/"), parts.hostname, key
+        self.port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        self.trust = pinned(certificate) if parts.scheme == "https" else None
 
     @contextlib.contextmanager
     def ask(
         self, path: str, body: dict | None = None, key: str | None = None, timeout: float = 10.0
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer to one request, still open; `timeout` in seconds between any two bytes. Raises Failed."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        if self.trust:
+            connection = http.client.HTTPSConnection(self.host, self.port, timeout=timeout, context=self.trust)
+        else:
+            connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -129,7 +148,7 @@ class Probe:
     def __init__(self, paths: Paths, args: argparse.Namespace) -> None:
         config = read_line(paths.serve_yaml)
         self.paths, self.expect = paths, args.expect
-        self.door = Door(args.url, first_key(paths))
+        self.door = Door(args.url, first_key(paths), paths.tls / "server.crt")
         self.model = config_value(config, "served-model-name") or ""
         self.question = {
             "model": self.model,
