@@ -242,7 +242,7 @@ def lone_twin(evidence: Evidence) -> Hit | None:
         used = [port for port in group if port in shining]
         if evidence.addresses is not None:
             used = [port for port in used if node.of(port)]
-        if node.hcas:
+        if any(hca.whole for hca in (node.hcas or {}).values()):
             used = [port for port in used if port.hca]
         if len(used) != 1 or used[0].port is None:
             continue
@@ -318,7 +318,7 @@ def no_gid(evidence: Evidence) -> Hit | None:
     for held in rails(evidence):
         hca = discovery.hca_for(node, held)
         known = (node.hcas or {}).get(hca)
-        if known and known.gids is not None and not node.gid(hca, held.text, held.netdev):
+        if known and known.whole and known.gids is not None and not node.gid(hca, held.text, held.netdev):
             table = ", ".join(f"{gid.index}={gid.ipv4 or gid.address} {gid.version}" for gid in known.gids) or "empty"
             return Hit(
                 f"{hca} has no RoCE v2 GID that carries {held.text}, this node's address on {held.netdev}.",
@@ -328,15 +328,10 @@ def no_gid(evidence: Evidence) -> Hit | None:
         return None
     # No address is known: a device with a link and no IPv4 GID is at fault, unless it belongs to a second, idle cable.
     for group in node.groups():
-        tables = {
-            port.hca: node.hcas[port.hca].gids
-            for port in group
-            if port in lit(evidence) and port.hca in node.hcas and node.hcas[port.hca].gids is not None
-        }
-        bare = [hca for hca, gids in tables.items() if not any(gid.ipv4 and gid.version == "v2" for gid in gids or [])]
-        idle = len(bare) == len(tables) and any(
-            gid.ipv4 for port in node.ports for gid in node.hcas.get(port.hca, discovery.Hca("")).gids or []
-        )
+        known = [node.hcas[port.hca] for port in group if port in lit(evidence) and port.hca in node.hcas]
+        known = [hca for hca in known if hca.whole and hca.gids is not None]
+        bare = [hca.name for hca in known if not any(gid.ipv4 and gid.version == "v2" for gid in hca.gids or [])]
+        idle = len(bare) == len(known) and any(gid.ipv4 for hca in node.hcas.values() for gid in hca.gids or [])
         if bare and not idle:
             return Hit(
                 f"{bare[0]} has no RoCE v2 GID with an IPv4 address.", f"{bare[0]}: no IPv4 entry in its GID table"

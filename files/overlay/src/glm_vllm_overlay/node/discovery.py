@@ -46,12 +46,16 @@ class Gid:
 
 @dataclass
 class Hca:
-    """One RDMA device. `active` is its port's state, None when nothing tells; `gids` is None when no table was seen."""
+    """One RDMA device. `active` is its port's state, None when nothing tells; `gids` is None when no table was seen.
+
+    `whole` is False when its GIDs come from a listing that was cut off: then what it lacks may only be lost.
+    """
 
     name: str
     netdev: str = ""
     active: bool | None = None
     gids: list[Gid] | None = None
+    whole: bool = True
     foreign: bool = False
     certain: bool = False
 
@@ -350,6 +354,7 @@ def add_shown_gids(found: dict[str, Hca], text: str) -> None:
             unread.add(name)
         if name in unread:
             hca = found[name]
+            hca.whole = complete
             hca.gids = [*(hca.gids or []), gid]
             hca.netdev = hca.netdev or gid.netdev
     if complete:

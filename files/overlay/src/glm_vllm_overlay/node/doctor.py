@@ -15,7 +15,7 @@ from glm_vllm_overlay.node.evidence import FILES, FOLDERS, Evidence, is_bundle
 from glm_vllm_overlay.node.findings import Kind
 from glm_vllm_overlay.node.redact import redact
 
-LONGEST_EVIDENCE = 300
+LONGEST = 300
 SAVE_SECONDS = 30.0
 
 
@@ -24,10 +24,15 @@ def finding(kind: Kind, hit: Hit, node: str = "") -> dict[str, str]:
     return {
         "id": kind.id,
         "severity": hit.severity or kind.severity,
-        "message": f"{node}: {hit.message}" if node else hit.message,
+        "message": shown(f"{node}: {hit.message}" if node else hit.message),
         "fix": kind.fix,
-        "evidence": redact("".join(c if c.isprintable() else " " for c in hit.evidence))[:LONGEST_EVIDENCE],
+        "evidence": shown(hit.evidence),
     }
+
+
+def shown(text: str) -> str:
+    """A text out of a bundle as it may be printed: no secrets, no control characters, not too long."""
+    return redact("".join(c if c.isprintable() else " " for c in text))[:LONGEST]
 
 
 def worst(found: list[dict[str, str]]) -> list[dict[str, str]]:

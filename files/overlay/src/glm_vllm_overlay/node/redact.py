@@ -20,6 +20,7 @@ RULES = [
             0,
             rf"\1\2{GONE}",
         ),
+        (r"(?i)(--[\w-]*(?:api-key|token|password|secret))\s+[^\s-]\S*", 0, rf"\1 {GONE}"),
         (r"(://[^/\s:@]+:)[^/\s@]+@", 0, rf"\1{GONE}@"),
         (r"\bGPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", 0, f"GPU-{GONE}"),
     )
