@@ -220,6 +220,9 @@ def no_link(evidence: Evidence) -> Hit | None:
         names = ", ".join(port.hca for port in half)
         return Hit(f"The network half of the link is up and the RDMA half is down on {names}.", f"{names}: state DOWN")
     names = ", ".join(port.netdev for port in ports)
+    told = [discovery.flags(entry_of(evidence, port.netdev)) for port in ports]
+    if all(flags and "UP" not in flags for flags in told):
+        return Hit("All ConnectX-7 ports are set down, so that none tells of a cable: set them up.", f"down: {names}")
     return Hit("No ConnectX-7 port has a link: the cable is out, not seated, or the peer is off.", f"down: {names}")
 
 
