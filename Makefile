@@ -51,8 +51,9 @@ demo: setup ## both machines from nothing to an answer
 lint: test-lint ## ruff, yamllint, ansible-lint, bash -n
 
 .PHONY: docs
-docs: setup ## the variable tables of the roles' READMEs, from their argument specs
+docs: setup ## the variable tables of the roles' READMEs and the findings in docs/network.md
 	@python tools/argument_docs.py
+	@python tools/finding_docs.py
 
 .PHONY: golden
 golden: setup ## tests/golden, from what the roles render now
@@ -75,6 +76,7 @@ test-lint: setup
 	@yamllint --strict .
 	@bash -n $(BED) twin/setup.sh .ci/run && sh -n twin/standins.sh
 	@python tools/argument_docs.py --check
+	@python tools/finding_docs.py --check
 	@ansible-lint --offline -q
 
 .PHONY: test-unit

@@ -27,7 +27,9 @@ def table() -> str:
 
 def row(kind: findings.Kind) -> str:
     """One id; a severity in parentheses is what the fault would be, had a bundle shown it."""
-    severity = kind.when or kind.severity
+    severity = kind.severity
+    if kind.when:
+        severity = kind.when if kind.when.startswith(kind.severity) else f"{kind.severity}; {kind.when}"
     meaning = kind.title if kind.detectable else f"{kind.title}. Not detectable from a bundle: {kind.unseen}"
     cells = (kind.id, severity if kind.detectable else f"({severity})", meaning, kind.fix)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

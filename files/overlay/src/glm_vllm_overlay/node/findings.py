@@ -634,7 +634,7 @@ TABLE = (
         "info",
         "Check mode and units that are not there yet",
         "Start nothing in check mode.",
-        unseen="met on the controller; tests/unit/docs guards it",
+        unseen="met on the controller",
     ),
     Kind(
         "F64",
@@ -669,7 +669,7 @@ TABLE = (
         "info",
         "Ansible hangs when the network restarts",
         "Run the change detached and come back with a new connection.",
-        unseen="met on the controller; the change of the rails is a transaction with its own way back",
+        unseen="met on the controller",
     ),
     Kind(
         "F69",
