@@ -92,6 +92,16 @@ def test_port_is_taken() -> None:
     assert again.changed() == {bed.HEAD: ["Web server runs"]}
 
 
+def test_no_room_for_a_release(tmp_path: Path) -> None:
+    """Fails when a full disk stops a run that has nothing to build, or when one that has goes as far as building."""
+    wanted = "lookup('ansible.builtin.vars', '__glm_vllm_overlay_twin') | combine({'release_bytes': 1099511627776})"
+    room = {"__glm_vllm_overlay_platform": f"{{{{ {wanted} }}}}"}
+    run = pair.run_playbook("playbooks/preflight.yml", **room)
+    assert run.status == 0, run.failures()
+    run = pair.run_playbook("playbooks/preflight.yml", project=pair.other_release(tmp_path), **room)
+    assert re.search(r"has [\d.]+ GiB free on / and a release needs 1024.0: make room", refused(run, 60))
+
+
 def test_wheel_with_another_hash(tmp_path: Path) -> None:
     """Fails when a wheel that is not the locked one is installed on one node, or the other goes on alone.
 

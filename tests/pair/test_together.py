@@ -115,6 +115,20 @@ def test_reboot_of_both_while_they_serve() -> None:
 
 
 @pytest.mark.full
+def test_restart_lets_a_running_request_end() -> None:
+    """One start of the engine. Fails when a stop ends a request that runs, or rank 1 before the head: an incident."""
+    question = {"model": bed.MODEL, "prompt": "1", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    incident = bed.state(bed.WORKER)["incident"]
+    with bed.Endpoint() as endpoint, endpoint.post("/v1/completions", json=question, stream=True) as reply:
+        lines = (line for line in reply.iter_lines() if line.startswith(b"data: {"))
+        assert next(lines)
+        restart()
+        *_, last = lines
+    assert json.loads(last.removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
+    assert bed.state(bed.WORKER)["incident"] == incident
+
+
+@pytest.mark.full
 def test_speculator_edited_away_on_both() -> None:
     """Two starts of the engine. Fails when an equal edit of both nodes is refused, or when the smoke check `acceptance`
     does not miss the drafts that the deployment promises."""
