@@ -11,6 +11,9 @@ for path in /usr/local/sbin/glm-vllm-drop-caches /usr/local/bin/glm-vllm /opt/gl
   if [ -e $path ] || [ -L $path ]; then exit 1; fi
 done
 if grep 192.168.177.12 /etc/hosts || id glm-vllm || systemctl is-active glm-vllm-watch || nft list table inet glm_vllm_fabric; then exit 1; fi
+# it has forgotten our site, and goes on
+systemctl is-active nginx
+[ "$(cat /srv/reloads)" = reload ]
 case $1 in
   kept) [ "$(cat /var/lib/glm-vllm/models/tiny/model.safetensors)" = weights ];;
   gone) [ ! -e /var/lib/glm-vllm ];;
