@@ -92,6 +92,7 @@ def test_port_is_taken() -> None:
     assert again.changed() == {bed.HEAD: ["Web server runs"]}
 
 
+@pytest.mark.full
 def test_no_room_for_a_release(tmp_path: Path) -> None:
     """Fails when a full disk stops a run that has nothing to build, or when one that has goes as far as building."""
     wanted = "lookup('ansible.builtin.vars', '__glm_vllm_overlay_twin') | combine({'release_bytes': 1099511627776})"
