@@ -378,10 +378,6 @@ def _ablation(get: _Effective) -> Iterator[Problem]:
             "is true and glm_vllm_overlay_ablation_file is empty",
             "set it to false",
         )
-    elif get["glm_vllm_overlay_ablation_enabled"]:
-        yield get.problem(
-            "glm_vllm_overlay_ablation_enabled", "is true, and this release has no ablation hook", "set it to false"
-        )
     layers = get["glm_vllm_overlay_ablation_layers"]
     if layers is not None and not (len(layers) == 2 and 0 <= layers[0] <= layers[1] <= LAYERS):
         yield get.problem(
@@ -577,6 +573,7 @@ def _files(get: _Effective) -> Iterator[Problem]:
         "glm_vllm_overlay_chat_template": "file",
         "glm_vllm_overlay_tls_cert": "file",
         "glm_vllm_overlay_tls_key": "file",
+        "glm_vllm_overlay_ablation_file": "file",
     }
     for name, kind in wanted.items():
         text = get[name]

@@ -149,12 +149,14 @@ def serve_config(
     nodes: int = 2,
     quantization: str = "",
     chat_template: str = "",
+    ablation: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Every option that both nodes' engines share, for serve_yaml.
 
     serving: the glm_vllm_overlay_* variables. model: folder of the weights on the nodes. master_addr: the head's fabric
     address. nodes: how many, one rank each. quantization: vLLM's name for the weights' format, "" for the checkpoint's
-    own. chat_template: file on the nodes, "" for the checkpoint's own.
+    own. chat_template: file on the nodes, "" for the checkpoint's own. ablation: the direction's file on the nodes and
+    its sha256, None for no ablation.
     AnsibleFilterError names a variable that is missing and an extra argument that can't be taken.
     """
     serving = plain(serving)
@@ -200,7 +202,14 @@ def serve_config(
         # doesn't count the tensors of a quantised model by itself.
         options["quantization"] = plain(quantization)
         options["model-loader-extra-config"] = {"enable_weights_track": True}
-        options["additional-config"] = {"exl3_backend": wanted("exl3_backend")}
+    additional: dict[str, Any] = {"exl3_backend": wanted("exl3_backend")} if quantization else {}
+    if wanted("drafter_kv") == "split":
+        additional["drafter_kv"] = "split"
+    if ablation:
+        layers, alpha = wanted("ablation_layers"), wanted("ablation_alpha")
+        additional["ablation"] = {**plain(ablation), "layers": layers, "alpha": alpha}
+    if additional:
+        options["additional-config"] = additional
     if chat_template:
         options["chat-template"] = plain(chat_template)
     if any(wanted("limit_mm").values()):

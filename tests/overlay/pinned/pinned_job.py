@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -42,21 +43,77 @@ def caches() -> dict:
         "bf16 state": dict(tokens=7, state_dtype="bfloat16"),
         "bf16 state, dflash2": dict(tokens=7, state_dtype="bfloat16", drafter=drafter),
     }
+    for length in (1_000_000, 850_000, 256_000):
+        for kind in ("stock", "split"):
+            cases[f"{kind} {length}"] = dict(
+                tokens=7, drafter=model.DRAFTER, drafter_kv=kind, max_model_len=length, max_num_batched_tokens=4640
+            )
     answers = {}
     for name, case in cases.items():
-        case = dict(case)
+        case = {"max_model_len": 1_000_000, "max_num_batched_tokens": 2048, "max_num_seqs": 2} | case
         mtp, draft = case.pop("mtp", False), case.pop("drafter", None)
-        planner = Planner(model.TARGET, draft, Engine(1_000_000, 2, 2048, **case), mtp)
+        planner = Planner(model.TARGET, draft, Engine(**case), mtp)
         cache = planner.cache()
         answers[name] = {
             "block": cache.block_size,
             "bytes": cache.bytes_per_block,
             "blocks": cache.blocks(24 * GIB),
             "contexts": cache.blocks(24 * GIB) / cache.blocks_per_request,
+            "tokens per GiB": case["max_model_len"] / (cache.blocks_per_request * cache.bytes_per_block / GIB),
             "groups": [vars(group) for group in cache.groups],
             "longest": planner.longest(cache.need()),
             "longest, a block less": planner.longest(cache.need() - cache.bytes_per_block),
         }
+    return answers
+
+
+def tensors() -> dict:
+    """Where vLLM places each layer in a block, with split groups: (group, offset, bytes, stride) of each."""
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+
+    engine = Engine(1_000_000, 4, 4640, tokens=7, drafter_kv="split")
+    planner = Planner(model.TARGET, model.DRAFTER, engine)
+    groups, placed = planner._groups(), []
+    config = get_kv_cache_config_from_groups(planner.vllm_config, groups, 24 * GIB)
+    owner = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+    for tensor in config.kv_cache_tensors:
+        for index, name in enumerate(tensor.layers):
+            size = planner.specs[name].page_size_bytes
+            offset = tensor.offset + index * tensor.layer_stride
+            placed.append([owner[name], name, offset, size, tensor.block_stride])
+    return {"placed": placed, "blocks": [group.kv_cache_spec.block_size for group in groups]}
+
+
+def chunks() -> dict:
+    """Ends of the chunks of one long prompt beside other requests' tokens, by scheduler and step."""
+    from glm_vllm_overlay.hooks.scheduler import PoolAlignedScheduler
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    answers = {}
+    for kind in (AsyncScheduler, PoolAlignedScheduler):
+        for step, blocks in ((2048, True), (4640, True), (2048, False)):
+            scheduler = kind.__new__(kind)
+            scheduler.cache_config = scheduler.scheduler_config = SimpleNamespace(
+                block_size=4608, long_prefill_token_threshold=0
+            )
+            scheduler.block_size = scheduler.hash_block_size = 4608
+            scheduler.max_num_scheduled_tokens, scheduler.num_hash_lookahead_tokens = step, 0
+            scheduler.use_eagle_block_drop = scheduler.mamba_partial_cache_hit = False
+            scheduler.mamba_shared_prefix_checkpoint = False
+            scheduler.mamba_has_prefill_checkpoint_blocks, scheduler.mamba_prefill_checkpoint_alignment = True, 16
+            scheduler.pool, scheduler.ends_on_blocks = 4, blocks
+            request = SimpleNamespace(
+                num_computed_tokens=0, num_prompt_tokens=30001, num_tokens=30001, shared_prefix_boundary=0
+            )
+            ends, turn = [], 0
+            while request.num_computed_tokens < request.num_prompt_tokens and turn < 200:
+                taken, turn = (0, 1, 3, 8, 21, 32)[turn % 6], turn + 1
+                tokens = min(request.num_tokens - request.num_computed_tokens, step - taken)
+                if blocks or kind is PoolAlignedScheduler:  # else vLLM takes what there is
+                    tokens = scheduler._mamba_block_aligned_split(request, tokens)
+                request.num_computed_tokens += tokens
+                ends.append(request.num_computed_tokens)
+            answers[f"{kind.__name__} {step} {'blocks' if blocks else 'no blocks'}"] = ends
     return answers
 
 
@@ -93,5 +150,5 @@ def commands() -> dict:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
-        answers = {"caches": caches(), "commands": commands()}
+        answers = {"caches": caches(), "commands": commands(), "tensors": tensors(), "chunks": chunks()}
     print(json.dumps(answers))

@@ -28,7 +28,7 @@ def test_the_pool_is_cut_as_analysed(found, name):
 
 def test_the_block_is_the_platforms(found):
     """k=7 needs room for ten convolution states, k=2 for five; a bfloat16 state is half as large."""
-    blocks = {name: cache["block"] for name, cache in found["caches"].items()}
+    blocks = {name: found["caches"][name]["block"] for name in ANALYSED}
     assert blocks == {"no draft": 4608, "mtp": 4352, "dflash2": 4608, "bf16 state": 2560, "bf16 state, dflash2": 2560}
 
 

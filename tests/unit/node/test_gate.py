@@ -191,7 +191,7 @@ def test_no_deployment(node, peer, glm_vllm):
 @pytest.mark.parametrize(
     ("variable", "value", "setting"),
     [
-        ("ABLIT", "1", "glm_vllm_overlay_ablation_enabled: false"),
+        ("ABLIT", "yes", "glm_vllm_overlay_ablation_enabled"),
         ("GLM_SPECULATOR", "eagle", "glm_vllm_overlay_speculator"),
         ("GLM_GPU_MEMORY_UTILIZATION", "1.2", "glm_vllm_overlay_gpu_memory_utilization"),
         ("GLM_GPU_MEMORY_UTILIZATION", "much", "glm_vllm_overlay_gpu_memory_utilization"),

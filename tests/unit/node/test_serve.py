@@ -207,11 +207,11 @@ def test_graphs_for_every_number_of_requests(node, requests):
 # ---- refusals before anything starts ----
 
 
-def test_ablation_is_refused(node, glm_vllm, monkeypatch):
-    monkeypatch.setenv("ABLIT", "1")
+def test_a_word_for_ablation_is_refused(node, glm_vllm, monkeypatch):
+    monkeypatch.setenv("ABLIT", "yes")
     code, _, err = glm_vllm("serve")
     assert code == 2
-    assert "ABLIT=1 asks for weight ablation, which this release does not have" in err
+    assert "ABLIT=yes is neither 0 nor 1: set glm_vllm_overlay_ablation_enabled" in err
 
 
 @pytest.mark.parametrize("session", [None, "another start", "no peer yet"])
@@ -257,6 +257,7 @@ def test_serves_and_stops_when_asked(node, peer, glm_vllm, manager):
         "model target@rev1",
         "executor mp",
         "speculator dflash2",
+        "ablation off",
         "utilisation 0.87",
         "serving",
         "stopped",

@@ -158,9 +158,10 @@ BROKEN = {
         {"glm_vllm_overlay_ablation_enabled": True},
         "glm_vllm_overlay_ablation_enabled is true and glm_vllm_overlay_ablation_file is empty: set it to false.",
     ),
-    "ablation_before_its_release": (
-        {"glm_vllm_overlay_ablation_enabled": True, "glm_vllm_overlay_ablation_file": __file__},
-        "glm_vllm_overlay_ablation_enabled is true, and this release has no ablation hook: set it to false.",
+    "ablation_with_a_file_that_is_not_there": (
+        {"glm_vllm_overlay_ablation_enabled": True, "glm_vllm_overlay_ablation_file": "/nonexistent/r.safetensors"},
+        "glm_vllm_overlay_ablation_file names /nonexistent/r.safetensors, which is no file on this controller: "
+        "correct the path.",
     ),
     "ablation_layers_backwards": (
         {"glm_vllm_overlay_ablation_layers": [45, 15]},

@@ -21,6 +21,14 @@ FILES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             "cba765f6e669c51834ea5ac4146d5de9648635cfbc00c987601009865e869b36",
             ("ablation",),
         ),
+        "v1/core/sched/async_scheduler.py": (
+            "38d296e77e4d612e696241c67298eb1ca9b6a48b483cd33d35495bf31691032e",
+            ("scheduler",),
+        ),
+        "v1/core/sched/scheduler.py": (
+            "d9a39870286c424cef2fc0730e24092ee3df67e848608e2278944846bab804ae",
+            ("scheduler",),
+        ),
     },
     "0.33.0": {
         "model_executor/layers/attention/attention.py": (
@@ -71,9 +79,21 @@ FILES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             "6457fb5a755ca53addce7731cb56770493371ad9f3728251e7ff33515b67965c",
             ("plan",),
         ),
+        "v1/core/kv_cache_config_builder.py": (
+            "6700f3fb8282d78afda45abfec17586b056369be70c134b98fe74b775b579817",
+            ("cache", "plan"),
+        ),
         "v1/core/kv_cache_planning.py": (
             "b3c200004a57b1da274127ad267af2c3e6349b94c7543e4ef5a39cfddc74f722",
-            ("plan",),
+            ("cache", "plan"),
+        ),
+        "v1/core/sched/async_scheduler.py": (
+            "e67b0005e481f614d4cc3859c0f1e345761941c61dfac7bd75223c6b5141acce",
+            ("scheduler",),
+        ),
+        "v1/core/sched/scheduler.py": (
+            "d76cc22257550972137df9c893505d0bd0f5d482374691e6eca4372772de501a",
+            ("scheduler",),
         ),
         "v1/kv_cache_interface.py": (
             "1e0b5027cc13ed845488ff3f671292e6c57fcae99c5b7130ad92c9d176a38684",
@@ -98,6 +118,11 @@ def folder() -> Path:
 def version() -> str:
     """The installed vLLM's version, without the build's own suffix (+cpu, +cu130)."""
     return importlib.metadata.version("vllm").partition("+")[0]
+
+
+def knows(hook: str) -> bool:
+    """Whether `hook` was written for this version of vLLM, whatever its files are."""
+    return any(hook in users for _, users in FILES.get(version(), {}).values())
 
 
 def require(hook: str) -> None:

@@ -219,6 +219,7 @@ def describe(paths: Paths, node: Node, settings: Settings) -> None:
     print(f"model {state.weights(deployment['model'])}")
     print(f"executor {node.executor}")
     print(f"speculator {settings.speculator}")
+    print(f"ablation {'on' if settings.ablation else 'off'}")
     print(f"utilisation {settings.utilisation}", flush=True)
 
 

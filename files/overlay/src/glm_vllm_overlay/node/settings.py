@@ -24,6 +24,7 @@ class Settings:
 
     utilisation: float
     speculator: str
+    ablation: bool = False
 
     @classmethod
     def parse(cls, environment: Mapping[str, str]) -> Settings:
@@ -45,12 +46,12 @@ class Settings:
                 f"set {VARIABLES['GLM_SPECULATOR']} and run site.yml, or mend `systemctl edit`"
             )
         ablation = environment.get("ABLIT") or "0"
-        if ablation != "0":
+        if ablation not in ("0", "1"):
             raise Unusable(
-                f"ABLIT={ablation} asks for weight ablation, which this release does not have: "
-                f"set {VARIABLES['ABLIT']}: false and run site.yml, or mend `systemctl edit`"
+                f"ABLIT={ablation} is neither 0 nor 1: "
+                f"set {VARIABLES['ABLIT']} and run site.yml, or mend `systemctl edit`"
             )
-        return cls(utilisation, speculator)
+        return cls(utilisation, speculator, ablation == "1")
 
 
 @dataclass(frozen=True)

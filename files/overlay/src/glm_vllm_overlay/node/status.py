@@ -57,7 +57,7 @@ def column(document: dict) -> dict[str, str]:
         "drafter": document["drafter"] or "none",
         "executor": document["executor"],
         "speculator": environment["GLM_SPECULATOR"],
-        "ablation": environment["ABLIT"],
+        "ablation": {"": "off", "0": "off", "1": "on"}.get(environment["ABLIT"], environment["ABLIT"]),
         "utilisation": environment["GLM_GPU_MEMORY_UTILIZATION"],
         "memory": f"{memory['available'] / GIB:.1f} of {memory['total'] / GIB:.1f} GiB available",
     }

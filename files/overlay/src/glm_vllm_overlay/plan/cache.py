@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from glm_vllm_overlay.hooks import compat
+from glm_vllm_overlay.hooks.plugin import install_builder
 from glm_vllm_overlay.node.errors import Unusable
 from glm_vllm_overlay.plan.platform import stand_in
 
@@ -31,6 +32,7 @@ class Engine:
     prefix_caching: bool = True
     tensor_parallel: int = 2
     state_dtype: str = "auto"  # of the recurrent state; auto is float32
+    drafter_kv: str = "stock"  # or split, hooks/cache.py
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Planner:
     ) -> None:
         compat.require("plan")
         stand_in()
+        install_builder()
         self.engine = engine
         self.text = _text_config(target)
         self.vllm_config = self._configuration()
@@ -161,6 +164,7 @@ class Planner:
         )
         speculation = SimpleNamespace(num_speculative_tokens=engine.tokens) if engine.tokens else None
         return SimpleNamespace(
+            additional_config={"drafter_kv": engine.drafter_kv},
             attention_config=SimpleNamespace(hisparse_config=None),
             cache_config=cache,
             compilation_config=SimpleNamespace(static_forward_context={}),

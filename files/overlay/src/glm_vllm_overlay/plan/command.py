@@ -64,11 +64,16 @@ class Options:
         self.tensor_parallel = int(options.get("tensor-parallel-size", 1))
         self.prefix_caching = not options.get("no-enable-prefix-caching", False)
         self.eager = bool(options.get("enforce-eager", False))
+        self.drafter_kv = str(self._dictionary("additional-config").get("drafter_kv", "stock"))
         self.state_dtype = str(options.get("mamba-ssm-cache-dtype", "auto"))
         kv = options.get("kv-cache-memory-bytes")
         self.kv = None if kv is None else int(kv)
-        limits = options.get("limit-mm-per-prompt", {})
-        self.images = any((json.loads(limits) if isinstance(limits, str) else limits).values())
+        self.images = any(self._dictionary("limit-mm-per-prompt").values())
+
+    def _dictionary(self, key: str) -> dict[str, Any]:
+        """An option that serve.yaml writes as JSON text."""
+        value = self.options.get(key, {})
+        return json.loads(value) if isinstance(value, str) else value
 
     def _need(self, key: str) -> Any:
         if key not in self.options:
@@ -135,6 +140,7 @@ def plan(args: argparse.Namespace, options: Options) -> tuple[Budget, dict[str, 
         prefix_caching=options.prefix_caching,
         tensor_parallel=options.tensor_parallel,
         state_dtype=options.state_dtype,
+        drafter_kv=options.drafter_kv,
     )
     planner = Planner(target.config, drafter.config if drafter else None, engine, mtp)
     cache, text = planner.cache(), planner.text
