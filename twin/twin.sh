@@ -8,6 +8,7 @@
 #   twin.sh status                    one line a node, cable and owner
 #   twin.sh start|stop|kill|reset N   N is spark-a or spark-b; kill cuts the power, reset gives a new disk (powered off)
 #   twin.sh cut|mend mgmt:N|cable0|cable1
+#   twin.sh swap N                    the cable of N goes from port 1 to port 0, or back
 #   twin.sh meminfo N KB              what /proc/meminfo of N calls MemAvailable, from now on
 #   twin.sh sh N CMD...               run CMD on N, without any network
 #   twin.sh ctl CMD...                run CMD in the controller's network namespace, from where the nodes can be reached
@@ -16,6 +17,8 @@
 #
 # Beds live side by side when these differ; the caches are shared:
 #   TWIN_PREFIX (twin)  TWIN_STATE (/var/tmp/glm-twin)  TWIN_NET (10.77.0)  TWIN_CACHE (/var/tmp/glm-twin)
+# A bed of up to four nodes: TWIN_NODES (2); they meet in a switch, or with TWIN_RING=1 in a ring of cables, from port 1
+# of each node to port 0 of the next one.
 # TWIN_STATE is outside the clone because inventory/twin has to name it in a plain string.
 set -euo pipefail
 SELF=$(readlink -f "${BASH_SOURCE[0]}"); HERE=$(dirname "$SELF")
@@ -25,9 +28,12 @@ NET=${TWIN_NET:-10.77.0}
 CACHE=${TWIN_CACHE:-/var/tmp/glm-twin}
 RUN=$STATE/run MODELS=$STATE/models REPO=$CACHE/repo WHEELS=$CACHE/wheels
 CTL=$P-ctl
-NODES=(spark-a spark-b); declare -A IP=([spark-a]=$NET.11 [spark-b]=$NET.12)
-# Both halves of both QSFP ports under the names of DGX OS; only port 1 has a cable.
-CABLE=(enp1s0f1np1 enP2p1s0f1np1); NOCABLE=(enp1s0f0np0 enP2p1s0f0np0)
+ALL=(spark-a spark-b spark-c spark-d); NODES=("${ALL[@]:0:${TWIN_NODES:-2}}")
+declare -A IP=([spark-a]=$NET.11 [spark-b]=$NET.12 [spark-c]=$NET.13 [spark-d]=$NET.14)
+# Both halves of both QSFP ports under the names of DGX OS; port 1 has the cable, and in a ring both have one.
+PORT1=(enp1s0f1np1 enP2p1s0f1np1); PORT0=(enp1s0f0np0 enP2p1s0f0np0)
+CABLES=(0 1); [ -z "${TWIN_RING:-}" ] || CABLES=(); for j in "${!NODES[@]}"; do [ -z "${TWIN_RING:-}" ] || CABLES+=("$j-0" "$j-1"); done
+LINKS=("${CABLES[@]/#/cable}" "${NODES[@]/#/mgmt:}")
 CG=/sys/fs/cgroup; [ "$(stat -fc %T $CG)" = cgroup2fs ] || CG=/sys/fs/cgroup/unified
 
 log() { printf 'twin: %s\n' "$*" >&2; }
@@ -35,7 +41,7 @@ die() { log "$*"; exit 1; }
 ns() { echo "$P-$1"; }
 has_ns() { [ -e "/run/netns/$1" ]; }
 is_node() { [[ " ${NODES[*]} " == *" ${1:-} "* ]] || die "no node named '${1:-}': say one of ${NODES[*]}"; }
-is_link() { [[ " cable0 cable1 ${NODES[*]/#/mgmt:} " == *" ${1:-} "* ]] || die "no link named '${1:-}': say one of cable0 cable1 ${NODES[*]/#/mgmt:}"; }
+is_link() { [[ " ${LINKS[*]} " == *" ${1:-} "* ]] || die "no link named '${1:-}': say one of ${LINKS[*]}"; }
 
 # ---- who owns the bed -----------------------------------------------------------------------------------------------
 # The lock belongs to the process that runs CMD and goes with it, however it ends.
@@ -57,7 +63,7 @@ free_or_die() {
 # twin/suites: how each distribution of the controller becomes a node of the same suite.
 suite() { (. /etc/os-release; awk -v id="$ID" -v v="$VERSION_ID" '$1 == id && $2 == v { print $3, $5; found = 1 } END { exit !found }' "$HERE/suites") \
   || die "twin/suites has no line for this machine's /etc/os-release: the twin runs on Debian 12"; }
-INCLUDE=systemd,systemd-sysv,dbus,libpam-systemd,udev,kmod,openssh-server,python3,python3-venv,python3-apt,sudo,iproute2,iputils-ping,procps,nftables,rsync,curl,ca-certificates
+INCLUDE=systemd,netplan.io,systemd-sysv,dbus,libpam-systemd,udev,kmod,openssh-server,python3,python3-venv,python3-apt,sudo,iproute2,iputils-ping,procps,nftables,rsync,curl,ca-certificates
 base_id() { { suite; sed -n '/^make_base() {/,/^}/p;/^INCLUDE=/p' "$SELF"; cat "$HERE/standins/twin-standins.service"; } | sha256sum | cut -c1-12; }
 repo_id() { { base_id; cat "$HERE/packages.txt"; } | sha256sum | cut -c1-12; }
 packages() { sed 's/#.*//' "$HERE/packages.txt" | xargs; }
@@ -165,7 +171,9 @@ net() {
   local i; has_ns "$CTL" && return 0
   ip netns add "$CTL"; ip -n "$CTL" link set lo up
   ip -n "$CTL" link add br-mgmt type bridge; ip -n "$CTL" addr add "$NET.1/24" dev br-mgmt; ip -n "$CTL" link set br-mgmt up
-  for i in 0 1; do ip -n "$CTL" link add "br-cab$i" mtu 9216 type bridge; ip -n "$CTL" link set "br-cab$i" up; done
+  for i in "${CABLES[@]}"; do ip -n "$CTL" link add "br-cab$i" mtu 9216 type bridge; ip -n "$CTL" link set "br-cab$i" up; done
+  # A cable answers for nobody: without this the controller would, and could be reached over it
+  nsenter --net="/run/netns/$CTL" sh -c 'for f in /proc/sys/net/ipv4/conf/br-cab*/arp_ignore; do echo 1 > "$f"; done'
 }
 plug() { # a new namespace at every power-on: interfaces come up unconfigured
   local n=$1 k h i; k=$(ns "$n"); h=${IP[$n]##*.}; unplug "$n"
@@ -174,20 +182,30 @@ plug() { # a new namespace at every power-on: interfaces come up unconfigured
   ip -n "$CTL" link add "m-$n" type veth peer name eth0 address "02:77:00:00:00:$h" netns "$k"; ip -n "$CTL" link set "m-$n" master br-mgmt
   ip -n "$k" addr add "${IP[$n]}/24" dev eth0; ip -n "$k" link set eth0 up
   for i in 0 1; do
-    ip -n "$CTL" link add "c$i-$n" mtu 9216 type veth peer name "${CABLE[$i]}" address "02:77:00:01:0$i:$h" netns "$k"; ip -n "$CTL" link set "c$i-$n" master "br-cab$i"
-    ip -n "$CTL" link add "x$i-$n" type veth peer name "${NOCABLE[$i]}" address "02:77:00:02:0$i:$h" netns "$k"
+    ip -n "$CTL" link add "c$i-$n" mtu 9216 type veth peer name "${PORT1[$i]}" address "02:77:00:01:0$i:$h" netns "$k"
+    ip -n "$CTL" link add "x$i-$n" mtu 9216 type veth peer name "${PORT0[$i]}" address "02:77:00:02:0$i:$h" netns "$k"
   done; carrier
 }
 unplug() { # or the node's kernel stack goes on answering pings after its last process
   local i; has_ns "$(ns "$1")" && ip netns del "$(ns "$1")"
   for i in m c0 c1 x0 x1; do ip -n "$CTL" link del "$i-$1" 2>/dev/null || true; done
 }
-carrier() { # a link has carrier when its cable is whole and the far machine has power
-  local n i s
+ends() { # the cable in half I of port 1 and of port 0 of node number J: a name after br-cab, or - for none
+  local n=$1 j=$2 i=$3 a b; a=$i b=-
+  if [ -n "${TWIN_RING:-}" ]; then a=$j-$i b=$(((j + ${#NODES[@]} - 1) % ${#NODES[@]}))-$i; fi
+  if [ -e "$RUN/swapped.$n" ]; then echo "$b $a"; else echo "$a $b"; fi
+}
+carrier() { # a link has carrier when its cable is whole and all its machines have power
+  local n i j s c x side cable; local -A at=()
   for n in "${NODES[@]}"; do s=up; [ -e "$RUN/cut.mgmt:$n" ] && s=down; ip -n "$CTL" link set "m-$n" $s 2>/dev/null || true; done
-  for i in 0 1; do s=up; [ -e "$RUN/cut.cable$i" ] && s=down
-    for n in "${NODES[@]}"; do [ -e "$RUN/$n/on" ] || s=down; done
-    for n in "${NODES[@]}"; do ip -n "$CTL" link set "c$i-$n" $s 2>/dev/null || true; done; done
+  for i in 0 1; do for j in "${!NODES[@]}"; do n=${NODES[$j]}; read -r c x <<<"$(ends "$n" "$j" $i)"
+    for side in "c$i-$n $c" "x$i-$n $x"; do at[${side#* }]+=" ${side% *}"; done; done; done
+  for cable in "${!at[@]}"; do s=up; [ "$cable" != - ] && [ ! -e "$RUN/cut.cable$cable" ] || s=down
+    [ ${#NODES[@]} -gt 2 ] && [ -z "${TWIN_RING:-}" ] ||      # a switch has power of its own
+      for side in ${at[$cable]}; do [ -e "$RUN/${side#*-}/on" ] || s=down; done
+    for side in ${at[$cable]}; do
+      if [ "$cable" = - ]; then ip -n "$CTL" link set "$side" nomaster down 2>/dev/null || true
+      else ip -n "$CTL" link set "$side" master "br-cab$cable" $s 2>/dev/null || true; fi; done; done
 }
 
 # ---- power ----------------------------------------------------------------------------------------------------------
@@ -235,7 +253,7 @@ gone() { flock -w "$2" "$RUN/$1/lock" true; }
 stop() { local n=$1; running "$n" || { rm -f "$RUN/$n/on" "$RUN/$n/pid"; cg_clear "$n"; return 0; }
   rm -f "$RUN/$n/on"; kill -TERM "$(cat "$RUN/$n/pid")" 2>/dev/null || true; gone "$n" 20 || { cg_clear "$n"; gone "$n" 5; }; }
 power_cut() { local i; running "$1" || return 0
-  for i in m c0 c1; do ip -n "$CTL" link set "$i-$1" down; done   # links first: a dead machine sends no FIN
+  for i in m c0 c1 x0 x1; do ip -n "$CTL" link set "$i-$1" down; done   # links first: a dead machine sends no FIN
   rm -f "$RUN/$1/on"; cg_clear "$1"; gone "$1" 5; }
 leader() { head -1 "$CG/$P/$1/payload/init.scope/cgroup.procs" 2>/dev/null || die "$1 is off"; }
 
@@ -250,12 +268,12 @@ down() {
   rmdir "$CG/$P" 2>/dev/null || true
   # `ip netns add` leaves a mount behind; with no namespace in it, nobody's
   if mountpoint -q /run/netns && [ -z "$(ls /run/netns)" ]; then umount /run/netns; fi
-  rm -rf "$RUN"/cut.* "$RUN"/cp/*
+  rm -rf "$RUN"/{cut,swapped}.* "$RUN"/cp/*
 }
 status() {
   local n l
   for n in "${NODES[@]}"; do if running "$n"; then echo "$n ${IP[$n]} up"; else echo "$n ${IP[$n]} off"; fi; done
-  for l in cable0 cable1 "${NODES[@]/#/mgmt:}"; do [ ! -e "$RUN/cut.$l" ] || echo "$l cut"; done
+  for l in "${LINKS[@]}"; do [ ! -e "$RUN/cut.$l" ] || echo "$l cut"; done
   if [ -e "$STATE/lock" ] && ! flock -n "$STATE/lock" true; then echo "in use by $(cat "$STATE/owner")"; fi
 }
 
@@ -263,11 +281,12 @@ usage() { sed -n '/^#   twin.sh/,/^# TWIN_STATE/s/^# \{0,1\}//p' "$SELF"; exit 2
 cmd=${1:-}; [ $# -gt 0 ] && shift
 [ "$(id -u)" = 0 ] || [ -z "$cmd" ] || die "run as root: namespaces and mounts need it"
 case $cmd in
-  up|down|clean|start|stop|kill|reset|cut|mend|meminfo) free_or_die;;
+  up|down|clean|start|stop|kill|reset|cut|mend|swap|meminfo) free_or_die;;
 esac
 case $cmd in
-  start|stop|kill|reset|meminfo|sh|_supervise) is_node "${1:-}";;
-  cut|mend) is_link "${1:-}"; has_ns "$CTL" || die "the bed is down: 'twin.sh up' first";;
+  start|stop|kill|reset|swap|meminfo|sh|_supervise) is_node "${1:-}";;
+  cut|mend) is_link "${1:-}";;&
+  cut|mend|swap) has_ns "$CTL" || die "the bed is down: 'twin.sh up' first";;
 esac
 case $cmd in
   start|reset|_supervise) BASE=$(cat "$RUN/base" 2>/dev/null) && [ -d "$BASE" ] || die "the bed is down: 'twin.sh up' first";;
@@ -284,6 +303,7 @@ case $cmd in
   reset) stop "$1"; rm -rf "${RUN:?}/$1"; disks;;
   cut) touch "$RUN/cut.$1"; carrier;;
   mend) rm -f "$RUN/cut.$1"; carrier;;
+  swap) if [ -e "$RUN/swapped.$1" ]; then rm "$RUN/swapped.$1"; else touch "$RUN/swapped.$1"; fi; carrier;;
   meminfo) new=$(sed -E "s/^(MemAvailable: +)[0-9]+/\1$2/" "$RUN/$1/meminfo"); echo "$new" > "$RUN/$1/meminfo";;   # in place: the node has bound this very file
   sh) n=$1; shift; p=$(leader "$n"); exec nsenter -t "$p" -a -r -w -- "$@";;
   ctl) has_ns "$CTL" || die "the bed is down: 'twin.sh up' first"; exec nsenter --net="/run/netns/$CTL" -- "$@";;

@@ -26,10 +26,6 @@ options:
     description: Seconds to wait for carriers after links were raised.
     type: int
     default: 10
-  own_file:
-    description: The netplan file that this project writes; its presence is returned.
-    type: path
-    default: /etc/netplan/60-glm-vllm-cx7.yaml
 author: [glm-vllm]
 """
 
@@ -66,10 +62,6 @@ others:
 management:
   description: Address of the interface with the default route, else the first other address; empty when there is none.
   type: str
-  returned: always
-own_file:
-  description: Whether our netplan file is there.
-  type: bool
   returned: always
 renderer:
   description: "Who configures interfaces here: NetworkManager where it runs, else networkd."
@@ -170,7 +162,6 @@ def main() -> None:
             "raise_links": {"type": "bool", "default": False},
             "wanted": {"type": "int", "default": 2},
             "timeout": {"type": "int", "default": 10},
-            "own_file": {"type": "path", "default": "/etc/netplan/60-glm-vllm-cx7.yaml"},
         },
         supports_check_mode=True,
     )
@@ -185,7 +176,6 @@ def main() -> None:
         ports=ports_of(found),
         others=found.others,
         management=management(found.others, node.ip("-4", "route", "show")),
-        own_file=Path(module.params["own_file"]).exists(),
         renderer=node.renderer(),
     )
 

@@ -26,8 +26,9 @@ description:
   - The first record of a kind and name wins, so a second run, or a second role, changes nothing.
   - With O(state=absent) a file, symlink or dir is put back as the record says. The record of any kind is then dropped.
   - The kinds file, dir and symlink are captured and undone here. How package, hold, unit, user and sysctl were is
-    captured here too and undone by C(playbooks/uninstall.yml) with the builtin modules. Kinds hosts and firewall carry
-    what the caller gives in O(data); kind swap names an area that was in use.
+    captured here too and undone by C(playbooks/uninstall.yml) with the builtin modules. Kind hosts names a file
+    that holds our lines, kind firewall carries what the caller gives in O(data), kind swap names an area that was in
+    use.
 options:
   role:
     description: Role that makes the change. Needed with O(state=present).
@@ -47,8 +48,7 @@ options:
     default: false
   data:
     description: >-
-      What uninstall needs besides. C(hosts) C({marker}) of the blockinfile task, C(firewall)
-      C({table}), for instance C(inet glm_vllm).
+      What uninstall needs besides: C(firewall) C({table}), for instance C(inet glm_vllm).
     type: dict
     default: {}
   state:
