@@ -42,3 +42,10 @@ def test_the_test_sees_what_it_is_about():
     """The toolkit's place is cuda-sm121's and the engine's units name it."""
     uses = foreign(ROOT / "roles/glm-vllm-overlay/vars/main/gb10.yml")
     assert ("cuda_sm121_cuda_home", "'/usr/local/cuda-13.0'") in uses
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "playbooks").glob("*.yml")), ids=lambda file: file.name)
+def test_no_role_is_imported_on_a_condition(file):
+    """The condition would be the role's handlers' too, for the whole play: they would not run on the other hosts."""
+    tasks = [task for play in yaml.safe_load(file.read_text()) for task in play.get("tasks", ())]
+    assert not [task["name"] for task in tasks if "ansible.builtin.import_role" in task and "when" in task]
