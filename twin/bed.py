@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,3 +117,13 @@ def state(node: str) -> dict[str, Any]:
     peer = WORKER if node == HEAD else HEAD
     address = json.loads(on(peer, "cat", "/etc/glm-vllm/fabric.json"))["rails"][0]["peer"]
     return json.loads(on(peer, "curl", "--silent", "--fail", "--max-time", "5", f"http://{address}:8890/v1/state"))
+
+
+def state_from_now(node: str) -> dict[str, Any]:
+    """`state` as it is after this call: what the watch tells can be a second old, on a busy machine two."""
+    called = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    for _ in range(100):
+        if (found := state(node))["time"] > called:
+            return found
+        time.sleep(0.2)
+    raise BedError(f"glm-vllm-watch of {node} tells the state of {found['time']} still, long after {called}")

@@ -79,9 +79,9 @@ def demo() -> None:
     endpoint = bed.Endpoint()
     with step("a question"):
         ask(endpoint)  # the first request of an engine compiles; the second is what a user sees
-        counted, before = endpoint.metrics(), bed.state(bed.WORKER)["rank"]["cpu_seconds"]
+        counted, before = endpoint.metrics(), bed.state_from_now(bed.WORKER)["rank"]["cpu_seconds"]
         answer, speed = ask(endpoint)
-        now, after = endpoint.metrics(), bed.state(bed.WORKER)["rank"]["cpu_seconds"]
+        now, after = endpoint.metrics(), bed.state_from_now(bed.WORKER)["rank"]["cpu_seconds"]
     if answer != ANSWER:
         raise DemoError(f"The pair answered {answer!r}, where the checkpoint spells {ANSWER!r}.")
     if after <= before:

@@ -54,9 +54,9 @@ def test_first_run_ends_with_an_answer(first_run: pair.Run) -> None:
     """Fails when any task fails or is passed over, or when the two ranks do not say what the checkpoint spells."""
     assert first_run.status == 0
     assert not any(first_run.total(kind) for kind in ("failures", "dark", "ignored"))
-    before = bed.state(bed.WORKER)
+    before = bed.state_from_now(bed.WORKER)
     assert [pair.answer() for _ in range(3)] == [pair.ANSWER] * 3
-    after = bed.state(bed.WORKER)
+    after = bed.state_from_now(bed.WORKER)
     assert after["rank"]["cpu_seconds"] > before["rank"]["cpu_seconds"], "rank 1 took no part"
     carried = [sum(r["rx_bytes"] + r["tx_bytes"] for r in s["fabric"]["rails"]) for s in (before, after)]
     assert carried[1] > carried[0], "nothing crossed the cable"
