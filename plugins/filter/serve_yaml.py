@@ -147,16 +147,14 @@ def serve_config(
     model: str,
     master_addr: str,
     nodes: int = 2,
-    quantization: str = "",
     chat_template: str = "",
     ablation: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Every option that both nodes' engines share, for serve_yaml.
 
     serving: the glm_vllm_overlay_* variables. model: folder of the weights on the nodes. master_addr: the head's fabric
-    address. nodes: how many, one rank each. quantization: vLLM's name for the weights' format, "" for the checkpoint's
-    own. chat_template: file on the nodes, "" for the checkpoint's own. ablation: the direction's file on the nodes and
-    its sha256, None for no ablation.
+    address. nodes: how many, one rank each. chat_template: file on the nodes, "" for the checkpoint's own.
+    ablation: the direction's file on the nodes and its sha256, None for no ablation.
     AnsibleFilterError names a variable that is missing and an extra argument that can't be taken.
     """
     serving = plain(serving)
@@ -183,6 +181,11 @@ def serve_config(
         "default-chat-template-kwargs": {"reasoning_effort": wanted("reasoning_effort")},
         "override-generation-config": {"max_new_tokens": wanted("default_max_tokens")},
         "limit-mm-per-prompt": wanted("limit_mm"),
+        # Named although the checkpoint says it too: an engine without the overlay then refuses to start.
+        "quantization": "exl3",
+        "additional-config": {"exl3_backend": wanted("exl3_backend")},
+        # The loader doesn't count the tensors of a quantised model by itself.
+        "model-loader-extra-config": {"enable_weights_track": True},
     }
     # Ray finds its own nodes; nnodes beside it is an error in vLLM.
     if wanted("executor") == "mp":
@@ -197,19 +200,11 @@ def serve_config(
         options |= {"tool-call-parser": wanted("tool_parser"), "enable-auto-tool-choice": True}
     if wanted("reasoning_parser"):
         options["reasoning-parser"] = wanted("reasoning_parser")
-    if quantization:
-        # Named although the checkpoint says it too: an engine without the overlay then refuses to start. The loader
-        # doesn't count the tensors of a quantised model by itself.
-        options["quantization"] = plain(quantization)
-        options["model-loader-extra-config"] = {"enable_weights_track": True}
-    additional: dict[str, Any] = {"exl3_backend": wanted("exl3_backend")} if quantization else {}
     if wanted("drafter_kv") == "split":
-        additional["drafter_kv"] = "split"
+        options["additional-config"]["drafter_kv"] = "split"
     if ablation:
         layers, alpha = wanted("ablation_layers"), wanted("ablation_alpha")
-        additional["ablation"] = {**plain(ablation), "layers": layers, "alpha": alpha}
-    if additional:
-        options["additional-config"] = additional
+        options["additional-config"]["ablation"] = {**plain(ablation), "layers": layers, "alpha": alpha}
     if chat_template:
         options["chat-template"] = plain(chat_template)
     if any(wanted("limit_mm").values()):

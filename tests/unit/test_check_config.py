@@ -38,10 +38,10 @@ TWIN = {
 }
 
 
-def rendered(quantization="exl3", **changes):
+def rendered(**changes):
     """What the role renders for these variables."""
     serving = DEFAULTS | {f"glm_vllm_overlay_{name}": value for name, value in changes.items()}
-    options = serve_yaml.serve_config(serving, "/m", "192.0.2.1", quantization=quantization)
+    options = serve_yaml.serve_config(serving, "/m", "192.0.2.1")
     return serve_yaml.serve_yaml(options)
 
 
@@ -61,7 +61,7 @@ SOUND = {
             "long-prefill-token-threshold": 1024,
         },
     ),
-    "twin": rendered(quantization="", **TWIN),
+    "twin": rendered(**TWIN),
     "readable-numbers": "model: /m\nmax-model-len: 1m\nmax-num-batched-tokens: 4k\n",
     "nested": "model: /m\nkernel-config: {enable_flashinfer_autotune: false}\n",
     "lists": "model: /m\ncudagraph-capture-sizes: [1, 2, 4]\nserved-model-name: [a, b]\n",

@@ -26,7 +26,7 @@ PLACE = {"model": "/var/lib/glm-vllm/models/target/rev", "master_addr": "192.168
 def config(**changes):
     """serve_config for the gb10 defaults with some variables changed."""
     serving = DEFAULTS | {f"glm_vllm_overlay_{name}": value for name, value in changes.items()}
-    return serve_yaml.serve_config(serving, quantization="exl3", **PLACE)
+    return serve_yaml.serve_config(serving, **PLACE)
 
 
 def test_gb10_is_rendered_exactly():

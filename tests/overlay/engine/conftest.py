@@ -1,4 +1,4 @@
-"""Tiny checkpoints, Hugging Face's answers and vLLM's answers, each computed once a session."""
+"""The tiny checkpoints' decoded weights, and vLLM's answers, each computed once a session."""
 
 import json
 import os
@@ -25,17 +25,25 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-    """Builder of checkpoints: checkpoint("chain") is its folder."""
-    from glm_vllm_twin.checkpoint.build import build
+def decoded(checkpoint, tmp_path_factory: pytest.TempPathFactory):
+    """Decoder of checkpoints, for Hugging Face, which knows no EXL3: decoded("chain") is its folder, in float32."""
+    from glm_vllm_overlay.exl3.checkpoint import unpack_experts
+    from safetensors.torch import load_file, save_file
 
-    root, built = tmp_path_factory.mktemp("models"), {}
+    root, written = tmp_path_factory.mktemp("decoded"), {}
 
     def get(kind: str) -> Path:
-        if kind not in built:
-            build(kind, root / kind)
-            built[kind] = root / kind
-        return built[kind]
+        if kind not in written:
+            source, folder = checkpoint(kind), root / kind
+            folder.mkdir()
+            state = unpack_experts(load_file(source / "model.safetensors"))
+            state = {name: tensor.float() for name, tensor in state.items()}
+            save_file(state, folder / "model.safetensors", {"format": "pt"})
+            config = json.loads((source / "config.json").read_text())
+            del config["quantization_config"]
+            (folder / "config.json").write_text(json.dumps(config))
+            written[kind] = folder
+        return written[kind]
 
     return get
 

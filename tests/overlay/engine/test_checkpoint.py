@@ -8,6 +8,7 @@ from glm_vllm_twin import torchvision_ops
 
 torchvision_ops.declare()
 
+from glm_vllm_overlay import inspect  # noqa: E402
 from glm_vllm_twin.checkpoint import build, vocabulary, weights  # noqa: E402
 
 CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Bonn</arg_value></tool_call>"
@@ -31,6 +32,17 @@ def test_the_manifest_names_every_byte(kind, checkpoint):
     }
     assert sum(map(len, files.values())) < 20_000_000
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", build.KINDS)
+def test_the_experts_are_packed_like_the_real_ones(kind, checkpoint):
+    """All of them, the MTP layer's too, so that the overlay's kernels would serve them as they are."""
+    report = inspect.summarise(inspect.read_checkpoint(checkpoint(kind)), tp=2)
+    assert (report["ok"], report["problems"], report["warnings"]) == (True, [], [])
+    experts = {key: report["experts"][key] for key in ("layers", "per_layer", "bits", "codebook")}
+    assert experts == {"layers": [1, 2, 3, 4, 5], "per_layer": [8], "bits": [4], "codebook": "mcg"}
+    config = json.loads((checkpoint(kind) / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "exl3"
 
 
 def test_a_second_build_is_the_same(checkpoint, tmp_path):

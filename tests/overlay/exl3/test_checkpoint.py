@@ -3,6 +3,7 @@
 import pytest
 import torch
 from glm_vllm_overlay.exl3.checkpoint import pack_experts, unpack_experts
+from glm_vllm_overlay.exl3.format import CODEBOOKS, MARKERS, Packed, dequantise
 
 EXPERT = "model.language_model.layers.1.mlp.experts.0"
 
@@ -41,8 +42,20 @@ def test_drawn_experts_have_the_originals_spread() -> None:
     assert torch.equal(again[name], back[name])
 
 
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_the_codebook_is_read_from_its_marker(codebook: str) -> None:
+    packed, config = pack_experts(state(), codebook=codebook, search=False)
+    module = f"{EXPERT}.gate_proj"
+    assert config["codebook"] == codebook and (f"{module}.{codebook}" in packed) == (codebook in MARKERS)
+    layer = Packed(*(packed[f"{module}.{part}"] for part in ("trellis", "suh", "svh")), codebook)
+    assert torch.equal(unpack_experts(packed)[f"{module}.weight"], dequantise(layer).t())
+
+
 def test_nothing_to_pack_and_wrong_dimensions() -> None:
     with pytest.raises(ValueError, match="no routed expert weights"):
         pack_experts({"lm_head.weight": torch.ones(4, 4)})
-    with pytest.raises(ValueError, match=r"gate_proj.weight is 96 x 256: EXL3 needs multiples of 128"):
-        pack_experts({f"{EXPERT}.gate_proj.weight": torch.ones(96, 256)})
+    for shape in ((96, 256), (256, 96)):
+        with pytest.raises(
+            ValueError, match=rf"gate_proj.weight is {shape[0]} x {shape[1]}: EXL3 needs multiples of 128"
+        ):
+            pack_experts({f"{EXPERT}.gate_proj.weight": torch.ones(shape)})

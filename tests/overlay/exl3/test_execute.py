@@ -68,6 +68,27 @@ def test_reference_is_the_models_formula(tokens: int) -> None:
     assert ReferenceBackend(experts).apply(x.bfloat16(), weights, ids).dtype == torch.bfloat16
 
 
+def test_reference_is_hugging_faces_layer_of_experts() -> None:
+    pytest.importorskip("glm_vllm_twin.torchvision_ops").declare()
+    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextExperts
+
+    config = Glm5NextTextConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=WIDTH, n_routed_experts=EXPERTS, swiglu_limit=0.2
+    )
+    model, experts = Glm5NextTextExperts(config), make_experts()
+    gate, up, down = (exl3.dequantise(packed).transpose(1, 2) for packed in experts.projections())
+    ids, weights = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(20)]), torch.rand(20, TOP_K)
+    x = torch.randn(20, HIDDEN)
+    with torch.no_grad():
+        model.gate_up_proj.copy_(torch.cat([gate, up], 1))
+        model.down_proj.copy_(down)
+        wanted = model(x, ids, weights)
+    torch.testing.assert_close(ReferenceBackend(experts).apply(x, weights, ids), wanted, rtol=1e-4, atol=1e-3)
+    without = ReferenceBackend(make_experts(limit=0.0)).apply(x, weights, ids)
+    assert ((without - wanted).norm() / wanted.norm()).item() > 0.1
+
+
 def test_both_places_to_clamp_differ_by_less_than_half_a_float16_step() -> None:
     """The kernels clamp silu(gate), the model gate: the bound stands in `activate`'s description."""
     gate, limit = torch.linspace(-30, 60, 200001, dtype=torch.float64), 10.0

@@ -138,6 +138,11 @@ CHANGES = {
         lambda t: t.update({k: ("I16", [8, 32, 64]) for k in list(t) if k.endswith("experts.0.up_proj.trellis")}),
         r"a up_proj trellis is \[8, 32, 64\], not of 256 x 256",
     ),
+    "a trellis of 20 words": (
+        lambda t: t.update({k: ("I16", [16, 16, 20]) for k in list(t) if k.endswith("experts.0.up_proj.trellis")}),
+        r"up_proj.trellis has shape \[16, 16, 20\], which is no trellis",
+    ),
+    "a missing marker": (lambda t: t.pop(next(k for k in t if k.endswith("mcg"))), "layer 1 has 5 of 6 mcg tensors"),
     "a marker of two": (
         lambda t: t.update({k: ("I32", [2]) for k in list(t) if k.endswith("experts.0.up_proj.mcg")}),
         "a marker is one number",
@@ -191,14 +196,56 @@ def test_native_checkpoints_are_none_of_ours(tmp_path: Path) -> None:
     assert report(tmp_path)["problems"] == ["its experts are not packed EXL3: serve it without --quantization exl3"]
 
 
+@pytest.mark.parametrize("key", ["n_routed_experts", "hidden_size", "moe_intermediate_size"])
+def test_a_configuration_without_sizes(tmp_path: Path, tensors: dict, key: str) -> None:
+    config = write_checkpoint(tmp_path, tensors)
+    del config["text_config"][key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert report(tmp_path)["problems"] == [
+        "config.json names no n_routed_experts, hidden_size or moe_intermediate_size"
+    ]
+
+
+def test_hidden_sizes_that_would_cut_the_rotation(tmp_path: Path, tensors: dict) -> None:
+    write_checkpoint(tmp_path, tensors, hidden_size=192)
+    assert any("the 128-wide rotation must not be cut" in problem for problem in report(tmp_path)["problems"])
+
+
+def test_a_configuration_that_does_not_list_its_layers(tmp_path: Path, tensors: dict) -> None:
+    write_checkpoint(tmp_path, tensors, mlp_layer_types=None)
+    assert report(tmp_path)["ok"]
+
+
+def test_files_that_are_not_what_the_index_says(tmp_path: Path, tensors: dict) -> None:
+    write_checkpoint(tmp_path, tensors, shards=2)
+    first, second = sorted(tmp_path.glob("*.safetensors"))
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
+    assert f"lies in {first.name}, where the index does not expect it" in report(tmp_path)["problems"][0]
+    write_checkpoint(tmp_path, tensors, shards=2)
+    some = dict(list(tensors.items())[::2][:-1])
+    write_shard(first, some)
+    assert report(tmp_path)["problems"][0] == "1 tensors of the index are in none of the files"
+
+
 def test_damaged_folders(tmp_path: Path, tensors: dict) -> None:
     with pytest.raises(Unusable, match="has no config.json"):
+        inspect.read_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Unusable, match="config.json is not JSON"):
+        inspect.read_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Unusable, match="holds no safetensors file"):
         inspect.read_checkpoint(tmp_path)
     write_checkpoint(tmp_path, tensors, shards=2)
     file = tmp_path / "model-00002-of-00002.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
     with pytest.raises(Unusable, match="its header says"):
+        inspect.read_checkpoint(tmp_path)
+    file.write_bytes(whole[:8] + b"{" + whole[9:].replace(b"}", b"]"))
+    with pytest.raises(Unusable, match="has a damaged header"):
         inspect.read_checkpoint(tmp_path)
     file.write_bytes(b"\xff" * 64)
     with pytest.raises(Unusable, match="is no safetensors file"):
@@ -241,5 +288,8 @@ def test_command_prints_a_verdict(tmp_path: Path, tensors: dict, capsys: pytest.
     write_checkpoint(tmp_path, tensors)
     assert inspect.run(argparse.Namespace(checkpoint=tmp_path, tp=2, json=False)) == 0
     assert "3 layers of 2, 4 bits, codebook mcg" in (text := capsys.readouterr().out) and "served by" in text
+    assert "experts  3 layers of 2, 4 bits, codebook mcg, 0.6 MiB" in text
+    with pytest.raises(Unusable, match="--tp is 0: give the number of ranks"):
+        inspect.run(argparse.Namespace(checkpoint=tmp_path, tp=0, json=False))
     assert inspect.run(argparse.Namespace(checkpoint=tmp_path, tp=4, json=False)) == 1
     assert "refused  experts of width 256 cannot be split over 4 ranks" in capsys.readouterr().out

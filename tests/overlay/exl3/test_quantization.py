@@ -1,6 +1,10 @@
 """The quantisation config and the wiring to vLLM's loader, without an engine."""
 
+import json
 import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +16,11 @@ pytest.importorskip("vllm")
 pytest.importorskip("glm_vllm_twin.torchvision_ops").declare()
 
 from glm_vllm_overlay.exl3 import quantization  # noqa: E402
+from glm_vllm_overlay.exl3.checkpoint import unpack_experts  # noqa: E402
 from glm_vllm_overlay.exl3.loader import CheckpointError  # noqa: E402
 from glm_vllm_overlay.exl3.quantization import Exl3Config, Exl3MoEMethod  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 
 
 def test_the_ledger_does_not_travel_to_the_workers() -> None:
@@ -50,9 +57,98 @@ def test_experts_without_bits_or_codebook_are_refused() -> None:
         Exl3Config(None, None).get_quant_method(layer, "experts")
 
 
+UP = "model.language_model.layers.2.mlp.experts.3.up_proj"
+
+
+@pytest.fixture
+def changed(checkpoint, tmp_path: Path) -> Callable[..., Path]:
+    """changed(function): a copy of the twin's checkpoint whose tensors and configuration went through the function."""
+
+    def make(change: Callable[[dict, dict], None]) -> Path:
+        folder = tmp_path / "changed"
+        shutil.copytree(checkpoint("random"), folder)
+        state, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+        change(state, config)
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def read(folder: Path) -> Exl3Config:
+    """The configuration as vLLM makes it: from config.json, then compared with the files."""
+    config = Exl3Config.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
+    config.maybe_update_config(str(folder))
+    return config
+
+
+def _missing(state: dict, config: dict) -> None:
+    del state[f"{UP}.suh"]
+
+
+def _bits(state: dict, config: dict) -> None:
+    config["quantization_config"]["bits"] = 3
+
+
+def _codebook(state: dict, config: dict) -> None:
+    config["quantization_config"]["codebook"] = "mul1"
+
+
+def _three_bits(state: dict, config: dict) -> None:
+    state[f"{UP}.trellis"] = state[f"{UP}.trellis"][..., :48].contiguous()
+
+
+def _swapped(state: dict, config: dict) -> None:
+    down = UP.replace("up_proj", "down_proj")
+    state[f"{UP}.trellis"], state[f"{down}.trellis"] = state[f"{down}.trellis"], state[f"{UP}.trellis"]
+
+
+def _rank_of_two(state: dict, config: dict) -> None:
+    state[f"{UP}.trellis"] = state[f"{UP}.trellis"][:, :16].contiguous()
+
+
+def _native(state: dict, config: dict) -> None:
+    plain = unpack_experts(dict(state))
+    state.clear()
+    state.update(plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_missing, "layer 2 has 23 of 24 suh tensors"),
+        (_bits, "config.json promises bits 3, the tensors have 4: correct config.json"),
+        (_codebook, "config.json promises codebook mul1, the tensors have mcg: correct config.json"),
+        (_three_bits, "experts of 3, 4 bits are mixed; one width is served"),
+        (_swapped, r"layer 2: a down_proj trellis is \[16, 32, 64\], not of 512 x 256"),
+        (_rank_of_two, r"layer 2: a up_proj trellis is \[16, 16, 64\], not of 256 x 512"),
+        (_native, "its experts are not packed EXL3: serve it without --quantization exl3"),
+    ],
+)
+def test_a_wrong_checkpoint_is_refused_before_loading(changed, change: Callable, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"changed cannot be served: .*{message}"):
+        read(changed(change))
+
+
+@pytest.mark.parametrize("stamp", [{"quant_method": "exl3"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}])
+def test_bits_and_codebook_come_from_the_tensors(changed, stamp: dict) -> None:
+    folder = changed(lambda state, config: config.update(quantization_config=stamp))
+    config = read(folder)
+    assert (config.bits, config.codebook) == (4, "mcg")
+    claimed = Exl3Config.override_quantization_method(stamp, None, SimpleNamespace(name_or_path=str(folder)))
+    assert claimed == (None if stamp["quant_method"] == "exl3" else "exl3")
+
+
+def test_a_native_checkpoint_of_another_method_is_not_claimed(changed) -> None:
+    hf_config = SimpleNamespace(name_or_path=str(changed(_native)))
+    assert Exl3Config.override_quantization_method({"quant_method": "fp8"}, None, hf_config) is None
+
+
 class FakeLayer(torch.nn.Module):
     layer_name = "model.layers.3.mlp.experts"
     apply_router_weight_on_input = False
+    activation = MoEActivation.SILU
 
 
 def method(monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> Exl3MoEMethod:
@@ -99,12 +195,15 @@ def test_an_incomplete_layer_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None
         target.process_weights_after_loading(layer)
 
 
-def test_expert_parallel_and_weighted_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_parallel_weighted_inputs_and_another_activation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, target = FakeLayer(), method(monkeypatch)
     with pytest.raises(ValueError, match="without --enable-expert-parallel"):
         create(target, layer, global_num_experts=4)
     layer.apply_router_weight_on_input = True
     with pytest.raises(ValueError, match="applies the router's weight to the output"):
+        create(target, layer)
+    layer.apply_router_weight_on_input, layer.activation = False, MoEActivation.GELU
+    with pytest.raises(ValueError, match="this model's experts want gelu"):
         create(target, layer)
 
 

@@ -274,6 +274,11 @@ def summarise(checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
     }
 
 
+def _size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `glm-vllm inspect`."""
     parser.add_argument("checkpoint", type=Path, help="folder with config.json and safetensors files")
@@ -289,19 +294,17 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report))
         return 0 if report["ok"] else 1
     experts, native, rank = report["experts"], report["native"], report["per_rank"]
-    gib = 1 << 30
-    low, high = rank["native_bytes"]
+    low, high = map(_size, rank["native_bytes"])
     print(f"{report['tensors']} tensors in {report['files']} files")
     print(
         f"experts  {len(experts['layers'])} layers of {'/'.join(map(str, experts['per_layer'])) or '0'},"
         f" {'/'.join(map(str, experts['bits'])) or 'no'} bits, codebook {experts['codebook']},"
-        f" {experts['bytes'] / gib:.2f} GiB"
+        f" {_size(experts['bytes'])}"
     )
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(native["dtypes"].items()))
-    print(f"native   {native['tensors']} tensors ({kinds}), {native['bytes'] / gib:.2f} GiB")
+    print(f"native   {native['tensors']} tensors ({kinds}), {_size(native['bytes'])}")
     print(
-        f"a rank   of {rank['tensor_parallel']}: {rank['expert_bytes'] / gib:.2f} GiB of experts and"
-        f" {low / gib:.2f} to {high / gib:.2f} GiB of the rest"
+        f"a rank   of {rank['tensor_parallel']}: {_size(rank['expert_bytes'])} of experts, {low} to {high} of the rest"
     )
     for warning in report["warnings"]:
         print(f"note     {warning}")

@@ -13,7 +13,6 @@ from vllm.models.glm5next.common import attention, kda, mtp
 from vllm.models.glm5next.nvidia.sparse_indexer import SparseAttnIndexerKpool
 from vllm.v1.attention.backends.mla.indexer import Glm5NextIndexerBackend, KpoolTailBackend
 
-import glm_vllm_twin.experts  # noqa: F401 - registers the experts' method
 from glm_vllm_twin.indexer import KpoolMetadataBuilder, indexer_forward
 from glm_vllm_twin.ops import conv, kpool, mhc, norm
 from glm_vllm_twin.ops import kda as kda_ops

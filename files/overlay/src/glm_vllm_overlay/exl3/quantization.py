@@ -16,6 +16,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -133,6 +134,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             raise ValueError("exl3 splits each expert over the ranks: serve without --enable-expert-parallel")
         if layer.apply_router_weight_on_input:
             raise ValueError("exl3 applies the router's weight to the output; this model wants it on the input")
+        if layer.activation != MoEActivation.SILU:
+            raise ValueError(f"exl3 computes silu(gate) x up; this model's experts want {layer.activation.value}")
         tp_size = get_tensor_model_parallel_world_size()
         shape = ExpertShape(
             experts=num_experts,

@@ -1,4 +1,7 @@
-"""Configuration and weights of the tiny checkpoints, written with the tokenizer into one folder."""
+"""Configuration and weights of the tiny checkpoints, written with the tokenizer into one folder.
+
+The routed experts are packed as the real checkpoint's are: EXL3, 4 bits, mcg, in the main layers and in the MTP layer.
+"""
 
 import tempfile
 from pathlib import Path
@@ -10,6 +13,7 @@ from glm_vllm_twin import torchvision_ops
 
 torchvision_ops.declare()
 
+from glm_vllm_overlay.exl3.checkpoint import pack_experts  # noqa: E402
 from transformers import GenerationConfig, Glm5NextConfig, Glm5NextForConditionalGeneration  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -25,7 +29,8 @@ TEXT = dict(
     vocab_size=vocabulary.SIZE,
     hidden_size=HIDDEN,
     intermediate_size=512,
-    moe_intermediate_size=128,
+    # 256 a rank of two: EXL3 needs a multiple of 128. Not the hidden size, so that no projection passes for another.
+    moe_intermediate_size=512,
     num_hidden_layers=LAYERS,
     num_attention_heads=4,
     num_key_value_heads=4,
@@ -151,7 +156,7 @@ def _spell_chain(weights: dict[str, torch.Tensor]) -> None:
     """Let the chain alone decide: sampling at temperature 1 says the same as greedy decoding, on any machine.
 
     Attention and experts still run, at a fraction of their strength, so that they cannot outvote the embedding that the
-    residual streams carry.
+    residual streams carry, and show in the log-probabilities only.
     """
     weights["lm_head.weight"] = (0.2 * _chain_head(weights)).to(torch.bfloat16)
     for key, weight in weights.items():
@@ -183,6 +188,9 @@ def write(kind: str, folder: Path) -> None:
     else:
         _spell_chain(weights)
     _add_mtp(weights, _drafting(kind))
+    # The experts are noise: packed noise of the same strength is drawn at once, and a search for the packed weights
+    # nearest to these would take minutes.
+    weights, config.quantization_config = pack_experts(weights, search=False)
     save_file({key: w.contiguous() for key, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     config.save_pretrained(folder)
     ids = vocabulary.vocabulary()
