@@ -301,6 +301,12 @@ NODE = {
     ),
     "healthy, IPv6 beside IPv4": (lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v6("2001:db8::1"))), set()),
     "healthy, management has IPv6 only": (lambda b: b.ip(lambda e: e["enP7s7"].update(addr_info=[v6("2001:db8::5")])), set()),
+    "healthy, interface names lost from sysfs": (
+        steps(lambda b: [b.drop(f"sys/class/infiniband/{h}/device") for h in HCAS], drop("ibdev2netdev.txt", "rdma-link.txt", "show_gids.txt")), set()),
+    "healthy, links of sysfs that lead nowhere": (
+        steps(lambda b: [b.drop(f"sys/class/infiniband/{h}") or (b.folder / f"sys/class/infiniband/{h}").symlink_to("/nowhere") for h in HCAS],
+              drop("ibdev2netdev.txt", "rdma-link.txt", "show_gids.txt"), mlx5), set()),
+    "healthy, operstate for flags": (lambda b: b.ip(lambda e: [e[t].pop("flags") for t in TWINS]), set()),
     "healthy, swap off": (memory(SwapTotal=0, SwapFree=0), set()),
     "healthy, an engine holds the memory": (
         steps(
@@ -384,6 +390,9 @@ NODE = {
     "F03 bond": (bond, {"F03 warn"}),
     "F03 NCCL took one": (put("nccl.log", "NET/IB : Using [0]rocep1s0f0:1/RoCE [RO]; OOB enP7s7:192.0.2.11<0>\n"), {"F03 warn"}),
     "F03 one rail's collective": (collective("11.3"), {"F03 warn"}),
+    "F02 sysfs alone lost the devices": (lambda b: b.sysfs("sysfs_no_cable"), {"F02 stop"}),
+    "F02 another card's RDMA alone": (
+        steps(foreign_card, drop("ibdev2netdev.txt", "rdma-link.txt", "show_gids.txt", *[f"sys/class/infiniband/{h}" for h in (*HCAS, "rocep1s0f1", "roceP2p1s0f1")])), {"F02 stop"}),
     # F06-F09
     "F06 two cables": (second_cable, {"F06 warn"}),
     "F06 two cables in ibdev2netdev": (steps(only("ibdev2netdev.txt"), lambda b: b.edit("ibdev2netdev.txt", lambda t: t.replace("Down", "Up"))), {"F06 warn"}),
@@ -392,6 +401,7 @@ NODE = {
     "F08 ibhosts": (append("ib_write_bw.txt", "ibwarn: [123] mad_rpc_open_port: can't open UMAD port ((null):0)"), {"F08 warn"}),
     "F09 AER": (append("journal.txt", "kernel: pcieport 0002:00:00.0: AER: Corrected error message received from 0002:01:00.0"), {"F09 warn"}),
     "F09 bus error": (append("journal.txt", "kernel: mlx5_core 0000:01:00.0: PCIe Bus Error: severity=Correctable"), {"F09 warn"}),
+    "F06 by one listing": (lambda b: b.edit("ibdev2netdev.txt", lambda t: t.replace("Down", "Up")), {"F06 warn"}),
     # F10-F13
     "F10 empty": (steps(lambda b: b.sysfs("sysfs_gid3_empty"), take("show_gids.txt", "show_gids/gid3_empty.txt")), {"F10 stop"}),
     "F10 empty, sysfs alone": (steps(lambda b: b.sysfs("sysfs_gid3_empty"), only("sys")), {"F10 stop"}),
@@ -405,6 +415,7 @@ NODE = {
     "F11 shifted and pinned": (
         steps(moved(3, 5, *HCAS), gid(HCAS[0], 3, "fe80:0:0:0:0:0:0:7"), gid(HCAS[1], 3, "fe80:0:0:0:0:0:0:8"),
               append("engine.log", "NCCL_IB_GID_INDEX=3")), {"F11 stop"}),
+    "F11 shifted, and another node's": (lambda b: b.sysfs("sysfs_gid_shift5"), {"F10 stop", "F11 info"}),
     "F11 no link-local": (moved(3, 1, *HCAS), {"F11 info"}),
     "F13 empty": (append("engine.log", "environment: NCCL_NET=IB NCCL_IB_GID_INDEX= NCCL_IB_HCA=rocep1s0f0"), {"F13 stop"}),
     "F13 quoted": (append("engine.log", 'export NCCL_IB_GID_INDEX=""'), {"F13 stop"}),
@@ -418,6 +429,9 @@ NODE = {
     "F14 in netplan": (steps(drop("netplan"), take("netplan/40-cx7.yaml", "netplan/bad_same_subnet/40-cx7.yaml"), only("netplan")), {"F14 stop"}),
     "F14 a wide prefix": (lambda b: b.ip(lambda e: [e[t]["addr_info"][0].update(prefixlen=16) for t in TWINS]), {"F14 stop"}),
     "F14 VLANs in one subnet": (steps(vlan, lambda b: b.ip(lambda e: [e[f"{t}.100"]["addr_info"][0].update(prefixlen=16) for t in TWINS])), {"F14 stop"}),
+    "F14 a rail's address on another interface too": (lambda b: b.ip(lambda e: e["enP7s7"].update(addr_info=[v4("192.168.100.10", 32)])), {"F14 stop"}),
+    "F14 one address on both twins": (
+        steps(lambda b: b.ip(lambda e: e[TWINS[1]].update(addr_info=[v4("192.168.100.10")])), gid(HCAS[1], 3, mapped("192.168.100.10"))), {"F14 stop"}),
     "F15 lost": (take("ip-addr.json", "ip_j_addr/lost_after_reboot.json"), {"F15 stop"}),
     "F15 IPv6 only": (steps(v6_only, only("ip-addr.json")), {"F15 stop"}),
     "F15 IPv6 only, with its GIDs": (

@@ -191,7 +191,9 @@ def lit(evidence: Evidence) -> list[Port]:
 def no_port(evidence: Evidence) -> Hit | None:
     """F02: the adapter is not there, or none of its RDMA devices is."""
     node = evidence.node
-    if node.hcas == {}:
+    devices = evidence.sysfs / "class/infiniband" if evidence.rdma and evidence.sysfs else None
+    # The kernel's own list counts more than what a program printed, perhaps earlier.
+    if node.hcas == {} or (devices and devices.is_dir() and not discovery.names_in(devices)):
         shown = next(
             (
                 name
@@ -274,14 +276,18 @@ def one_hca_in_log(evidence: Evidence) -> Hit | None:
 
 
 def two_cables(evidence: Evidence) -> Hit | None:
-    """F06: both sockets have a link."""
-    sockets = {port.port: port.netdev for port in lit(evidence) if port.port is not None}
-    if len(sockets) < 2:
-        return None
-    return Hit(
-        "Both QSFP sockets have a cable: one already fills the chip's PCIe lanes, a second adds nothing.",
-        "up: " + ", ".join(port.netdev for port in lit(evidence)),
-    )
+    """F06: both sockets have a link, by all sources together or by one listing alone."""
+    listings = [
+        discovery.discover(discovery.Sources(ibdev2netdev=evidence.text("ibdev2netdev.txt"))).ports,
+        discovery.discover(discovery.Sources(rdma_link=evidence.text("rdma-link.txt"))).ports,
+    ]
+    for ports in (lit(evidence), *([port for port in listing if port.up] for listing in listings)):
+        if len({port.port for port in ports if port.port is not None}) > 1:
+            return Hit(
+                "Both QSFP sockets have a cable: one already fills the chip's PCIe lanes, a second adds nothing.",
+                "up: " + ", ".join(port.netdev for port in ports),
+            )
+    return None
 
 
 def narrow(evidence: Evidence) -> Hit | None:
@@ -342,16 +348,17 @@ def no_gid(evidence: Evidence) -> Hit | None:
     return None
 
 
+def ipv4_gids(evidence: Evidence) -> list[tuple[str, discovery.Gid]]:
+    """(RDMA device, GID) of every RoCE v2 GID that carries an IPv4 address, whose ever it is."""
+    hcas = sorted((evidence.node.hcas or {}).items())
+    return [(name, gid) for name, hca in hcas for gid in hca.gids or [] if gid.version == "v2" and gid.ipv4]
+
+
 def own_gids(evidence: Evidence) -> list[tuple[str, int]]:
     """(RDMA device, index) of the RoCE v2 GID of each rail; without addresses, of each IPv4 entry."""
     node = evidence.node
     if evidence.addresses is None:
-        return [
-            (name, gid.index)
-            for name, hca in sorted((node.hcas or {}).items())
-            for gid in hca.gids or []
-            if gid.version == "v2" and gid.ipv4
-        ]
+        return [(name, gid.index) for name, gid in ipv4_gids(evidence)]
     found = []
     for held in rails(evidence):
         hca = discovery.hca_for(node, held)
@@ -390,7 +397,8 @@ def shifted(evidence: Evidence) -> Hit | None:
             return Hit(
                 f"NCCL is pinned to GID index {told[0]}, and {name} has its address at {index}.", told[1], "stop"
             )
-    for name, index in own:
+    seen = own or [(name, gid.index) for name, gid in ipv4_gids(evidence)]
+    for name, index in seen:
         if index != 3:
             return Hit(
                 f"The GID of {name} is at index {index}, not at the usual 3: harmless while no index is pinned.",
@@ -443,6 +451,16 @@ def shared_subnet(evidence: Evidence) -> Hit | None:
     if both_rails_pass(evidence):
         return Hit(f"{message}, yet both rails pass the floor.", f"{source}: {found[2]}", "warn")
     return Hit(f"{message}.", f"{source}: {found[2]}")
+
+
+def held_twice(evidence: Evidence) -> Hit | None:
+    """F14: an address of a rail is also on another interface of this node."""
+    for held in rails(evidence):
+        for netdev, texts in evidence.node.others.items():
+            if held.text in [text.partition("/")[0] for text in texts]:
+                shown = f"ip-addr.json: {held.netdev} {held.interface}, {netdev} {', '.join(texts)}"
+                return Hit(f"{held.text} is on {held.netdev} and on {netdev}.", shown)
+    return None
 
 
 def no_address(evidence: Evidence) -> Hit | None:
@@ -646,7 +664,7 @@ def tcp_fallback(evidence: Evidence) -> Hit | None:
     if not evidence.rdma:
         return None
     for needle, pattern in (
-        ("NET/Socket", r"NET/Socket\s*:\s*Using|via NET/Socket"),
+        ("NET/Socket", r"NET/Socket"),
         ("network Socket", r"Using network Socket"),
         ("NET plugin Socket", r"(Assigned|Initialized|Using) NET plugin Socket"),
         ("NET plugin IB", r"Failed to initialize NET plugin IB"),

@@ -216,6 +216,8 @@ def flags(entry: dict) -> list[str]:
 
 def link_of(entry: dict) -> bool | None:
     """Whether an interface has a carrier; None while it is administratively down, when it cannot tell."""
+    if not flags(entry):
+        return {"UP": True, "LOWERLAYERDOWN": False}.get(str(entry.get("operstate")))
     return True if "LOWER_UP" in flags(entry) else False if "UP" in flags(entry) else None
 
 
@@ -305,11 +307,14 @@ def sysfs_hcas(sysfs: Path) -> dict[str, Hca] | None:
         told = [state for state in states if state]
         known = identity(device / "device")
         kind = read(device / "hca_type") or ""
+        gids = table_of(device)
+        # A copy may have lost the empty folder that names the interface; the GIDs name it too, or a VLAN on it.
+        netdevs = [gid.netdev for gid in gids or [] if gid.netdev and "." not in gid.netdev]
         found[name] = Hca(
             name,
-            next(iter(names_in(device / "device/net")), ""),
+            next(iter([*names_in(device / "device/net"), *netdevs]), ""),
             any("ACTIVE" in state for state in told) if told else None,
-            table_of(device),
+            gids,
             foreign=known is False or (kind.startswith("MT") and kind not in ("MT4129", "MT2910")),
             certain=known is True,
         )
@@ -438,11 +443,23 @@ def port_of(name: str, net: Path | None, hca: Hca | None, entry: dict | None) ->
     return port
 
 
+def namesake(hca: str, netdevs: list[str]) -> str:
+    """The interface that has the same place in its name as an RDMA device, or ""."""
+    place = SPARK_HCA.match(hca)
+    for netdev in netdevs:
+        other = SPARK_NETDEV.match(netdev)
+        if place and other and (place["domain"], place["function"]) == (other["domain"], other["function"]):
+            return netdev
+    return ""
+
+
 def ports_of(sysfs: Path | None, entries: list[dict] | None, hcas: dict[str, Hca] | None) -> list[Port]:
     """All ports, ordered by QSFP socket and PCI domain."""
     nets = sysfs / "class/net" if sysfs else None
-    by_netdev = {hca.netdev: hca for hca in sorted((hcas or {}).values(), key=lambda hca: hca.foreign) if hca.netdev}
     by_name = {entry["ifname"]: entry for entry in entries or []}
+    for hca in (hcas or {}).values():
+        hca.netdev = hca.netdev or namesake(hca.name, [*by_name, *names_in(nets)])
+    by_netdev = {hca.netdev: hca for hca in sorted((hcas or {}).values(), key=lambda hca: hca.foreign) if hca.netdev}
     found = []
     for name in sorted({*names_in(nets), *by_name, *by_netdev}):
         net = nets / name if nets and (nets / name).is_dir() else None
@@ -475,7 +492,10 @@ def discover(sources: Sources) -> Node:
     if hcas is not None:
         ours = {port.hca for port in ports}
         bonds = {name: hca for name, hca in hcas.items() if name.startswith("mlx5_bond") and not hca.foreign}
+        nameless = any(not hca.foreign and not hca.netdev for hca in hcas.values())
         hcas = {name: hca for name, hca in hcas.items() if name in ours} | bonds
+        # Devices are there, and which interfaces are theirs was lost: that says nothing, and not that there are none.
+        hcas = None if nameless and not hcas else hcas
     node = Node(ports, hcas, sources.addresses)
     entries = {entry["ifname"]: entry for entry in sources.addresses or []}
     for name, entry in entries.items():

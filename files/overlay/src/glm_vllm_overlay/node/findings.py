@@ -185,7 +185,7 @@ TABLE = (
         "stop",
         "Rails whose addresses collide: two in one subnet, or one address twice",
         "Give each rail a subnet of its own and each node its own addresses: run playbooks/network.yml.",
-        (checks.shared_subnet,),
+        (checks.shared_subnet, checks.held_twice),
         pair=(checks.same_address,),
         when="warn when both rails of a shared subnet pass the floor",
     ),
@@ -420,7 +420,14 @@ TABLE = (
         "stop",
         "An argument that this engine does not know",
         "Run `glm-vllm check-config` before the old engine is stopped.",
-        (said("unrecognized arguments:", "The engine does not know {0}.", r"unrecognized arguments: (.+)"),),
+        (
+            said(
+                "unrecognized arguments:",
+                "The engine does not know {0}.",
+                r"unrecognized arguments: (.+)",
+                ("engine.log",),
+            ),
+        ),
     ),
     Kind(
         "F41",
