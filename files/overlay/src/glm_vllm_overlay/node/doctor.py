@@ -9,10 +9,10 @@ from pathlib import Path
 
 from glm_vllm_overlay.node import findings, live
 from glm_vllm_overlay.node import paths as node_paths
-from glm_vllm_overlay.node.checks import Hit
 from glm_vllm_overlay.node.errors import Unusable
 from glm_vllm_overlay.node.evidence import FILES, FOLDERS, Evidence, is_bundle
 from glm_vllm_overlay.node.findings import Kind
+from glm_vllm_overlay.node.hits import Hit
 from glm_vllm_overlay.node.redact import redact
 
 LONGEST = 300

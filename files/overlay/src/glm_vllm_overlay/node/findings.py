@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from glm_vllm_overlay.node import checks
-from glm_vllm_overlay.node.checks import Detector, Hit, first, said
+from glm_vllm_overlay.node import engine_checks, fabric_checks, measurements
 from glm_vllm_overlay.node.evidence import Evidence
+from glm_vllm_overlay.node.hits import LOGS, Detector, Hit, first, said
+from glm_vllm_overlay.node.measurements import TCP_BUSBW, busbw
 
 SEVERITIES = ("stop", "warn", "info")
 
@@ -47,9 +48,11 @@ TABLE = (
         "The 13 Gb/s trap: a wedged port, or a rail below its floor",
         "Reboot both Sparks with the cable in; if that does not help, unplug power and cable of both for a minute.",
         (
-            checks.slow_rail,
-            checks.silent_wedge,
-            checks.busbw(checks.TCP_BUSBW, checks.SICK_BUSBW, "The collective reaches {0} GB/s: a rail is wedged."),
+            measurements.slow_rail,
+            measurements.silent_wedge,
+            measurements.busbw(
+                measurements.TCP_BUSBW, measurements.SICK_BUSBW, "The collective reaches {0} GB/s: a rail is wedged."
+            ),
         ),
     ),
     Kind(
@@ -57,7 +60,7 @@ TABLE = (
         "stop",
         "No link on any port, or no ConnectX-7 at all",
         "Seat the QSFP cable in both Sparks and reboot both.",
-        (checks.no_port, checks.no_link),
+        (fabric_checks.no_port, fabric_checks.no_link),
     ),
     Kind(
         "F03",
@@ -65,11 +68,13 @@ TABLE = (
         "Only one of the two functions behind the cable is used",
         "Give both functions of the port an address of its own, in two subnets: run playbooks/network.yml.",
         (
-            checks.lone_twin,
-            checks.bonded,
-            checks.one_hca_in_log,
-            checks.busbw(
-                checks.SICK_BUSBW, checks.ONE_RAIL_BUSBW, "The collective reaches {0} GB/s: one rail's worth."
+            fabric_checks.lone_twin,
+            fabric_checks.bonded,
+            fabric_checks.one_hca_in_log,
+            measurements.busbw(
+                measurements.SICK_BUSBW,
+                measurements.ONE_RAIL_BUSBW,
+                "The collective reaches {0} GB/s: one rail's worth.",
             ),
         ),
     ),
@@ -78,7 +83,7 @@ TABLE = (
         "warn",
         "The cable is in different sockets on the nodes",
         "Nothing to mend here; never copy an interface name from one node to the other.",
-        pair=(checks.other_ports,),
+        pair=(fabric_checks.other_ports,),
     ),
     Kind(
         "F05",
@@ -92,7 +97,7 @@ TABLE = (
         "warn",
         "Two cables",
         "Take one out: one cable fills the chip's PCIe lanes. (Three nodes in a ring need both sockets.)",
-        (checks.two_cables,),
+        (fabric_checks.two_cables,),
     ),
     Kind(
         "F07",
@@ -100,12 +105,12 @@ TABLE = (
         "Old firmware wires a function with two PCIe lanes",
         "Update the firmware with `fwupdmgr update` and reboot.",
         (
-            checks.narrow,
+            fabric_checks.narrow,
             said("LnkSta:", "A function of the ConnectX-7 has two PCIe lanes.", r"LnkSta:.*Width x[12]\b"),
             said(
                 "available PCIe bandwidth",
                 "A function of the ConnectX-7 has two PCIe lanes.",
-                checks.PLACE + r".*available PCIe bandwidth.*PCIe x[12] link",
+                fabric_checks.PLACE + r".*available PCIe bandwidth.*PCIe x[12] link",
             ),
         ),
     ),
@@ -115,8 +120,8 @@ TABLE = (
         "A measurement that printed no number",
         "Run ib_write_bw again with the right device and GID index; never use ibhosts or iblinkinfo on RoCE.",
         (
-            checks.no_row,
-            said("UMAD port", "A tool for InfiniBand was used on RoCE.", files=(*checks.LOGS, "ib_write_bw.txt")),
+            measurements.no_row,
+            said("UMAD port", "A tool for InfiniBand was used on RoCE.", files=(*LOGS, "ib_write_bw.txt")),
         ),
     ),
     Kind(
@@ -128,13 +133,13 @@ TABLE = (
             said(
                 "AER",
                 "The kernel reports PCIe errors of the ConnectX-7.",
-                rf"AER:?.*{checks.PLACE}|{checks.PLACE}.*\bAER\b",
+                rf"AER:?.*{fabric_checks.PLACE}|{fabric_checks.PLACE}.*\bAER\b",
                 files=("journal.txt",),
             ),
             said(
                 "PCIe Bus Error",
                 "The kernel reports PCIe errors of the ConnectX-7.",
-                checks.PLACE,
+                fabric_checks.PLACE,
                 files=("journal.txt",),
             ),
         ),
@@ -145,8 +150,8 @@ TABLE = (
         "A rail's address has no RoCE v2 GID",
         "Give the rail its address, or take the interface down and up; the index is found anew at each start.",
         (
-            checks.no_gid,
-            checks.pinned_empty,
+            fabric_checks.no_gid,
+            fabric_checks.pinned_empty,
             said("ibv_modify_qp", "A queue pair met an empty GID.", r"ibv_modify_qp.*(No data available|\b61\b)"),
             said("is EMPTY", "A GID index is empty.", r"GID index \d+ is EMPTY"),
         ),
@@ -156,7 +161,7 @@ TABLE = (
         "stop",
         "The GID index is not the usual one",
         "Pin no index; keep `link-local: []` or `ipv6.addr-gen-mode eui64` so that it stays.",
-        (checks.shifted,),
+        (fabric_checks.shifted,),
         when="stop when another index is pinned, info otherwise",
     ),
     Kind(
@@ -164,7 +169,7 @@ TABLE = (
         "stop",
         "GID indices differ between nodes, or drift while running",
         "Resolve the index on each node at each start, as `glm-vllm fabric` does; pin none in an inventory.",
-        pair=(checks.other_indices,),
+        pair=(fabric_checks.other_indices,),
         when="stop when an index is pinned that is not the node's own, info otherwise",
     ),
     Kind(
@@ -176,7 +181,7 @@ TABLE = (
             said(
                 "NCCL_IB_GID_INDEX",
                 "NCCL_IB_GID_INDEX is empty or 0, which is a link-local RoCE v1 entry.",
-                checks.EMPTY.pattern,
+                fabric_checks.EMPTY.pattern,
             ),
         ),
     ),
@@ -185,8 +190,8 @@ TABLE = (
         "stop",
         "Rails whose addresses collide: two in one subnet, or one address twice",
         "Give each rail a subnet of its own and each node its own addresses: run playbooks/network.yml.",
-        (checks.shared_subnet, checks.held_twice),
-        pair=(checks.same_address,),
+        (fabric_checks.shared_subnet, fabric_checks.held_twice),
+        pair=(fabric_checks.same_address,),
         when="warn when both rails of a shared subnet pass the floor",
     ),
     Kind(
@@ -194,21 +199,21 @@ TABLE = (
         "stop",
         "The rails have lost their addresses",
         "Put the addresses into a netplan file of mode 0600: run playbooks/network.yml.",
-        (checks.no_address,),
+        (fabric_checks.no_address,),
     ),
     Kind(
         "F16",
         "stop",
         "Two netplan files give one port addresses",
         "Keep one netplan file that names these ports; playbooks/network.yml adopts it.",
-        (checks.two_files,),
+        (fabric_checks.two_files,),
     ),
     Kind(
         "F17",
         "stop",
         "`netplan apply` would fail, or cut the management connection",
         "Mend or remove the file that netplan refuses; never call `netplan apply` on a node that you reach over WiFi.",
-        (checks.broken_file, checks.wifi_managed),
+        (fabric_checks.broken_file, fabric_checks.wifi_managed),
         when="stop for a file that netplan cannot read, info for a node that is managed over WiFi",
     ),
     Kind(
@@ -217,10 +222,10 @@ TABLE = (
         "MTUs differ, or fell back to 1500",
         "Set the same MTU on both rails of both nodes, in netplan: 9000 on a direct cable.",
         (
-            checks.unequal_twins,
+            fabric_checks.unequal_twins,
             said("IBV_WC_LOC_LEN_ERR", "A message did not fit: the ends of a rail have different MTUs."),
         ),
-        pair=(checks.unequal_mtu,),
+        pair=(fabric_checks.unequal_mtu,),
         when="warn for an equal 1500 (it costs about 3 % of an all-reduce)",
     ),
     Kind(
@@ -229,7 +234,7 @@ TABLE = (
         "A neighbour on a rail does not answer, or did not in time",
         "Ping the peer on every rail, then try once more.",
         (
-            checks.silent_rail,
+            fabric_checks.silent_rail,
             said("IBV_WC_RETRY_EXC_ERR", "RoCE gave up before the peer's address was resolved."),
         ),
     ),
@@ -246,7 +251,7 @@ TABLE = (
         "A firewall drops RoCE or the meeting of the ranks",
         "Let everything from the peer in, on the rails and from its management address.",
         (
-            checks.firewalled,
+            fabric_checks.firewalled,
             said("A daemon failed to report back", "The ranks could not reach each other: a firewall is in the way."),
         ),
     ),
@@ -263,7 +268,7 @@ TABLE = (
         "A variable names the wrong interface",
         "Let `glm-vllm fabric` write the interface of each node; never share it between nodes.",
         (
-            checks.wrong_interface,
+            engine_checks.wrong_interface,
             said(
                 "Unable to find address for",
                 "Gloo was told to use {0}, which has no address here.",
@@ -277,7 +282,7 @@ TABLE = (
         "The host name resolves to a loopback address",
         "Remove the line from /etc/hosts (playbooks/network.yml does) and set GLOO_SOCKET_IFNAME.",
         (
-            checks.loopback_name,
+            engine_checks.loopback_name,
             said("Using the loopback address as fallback", "Gloo took the loopback address."),
             said(
                 "connectFullMesh failed",
@@ -292,8 +297,8 @@ TABLE = (
         "NCCL fell back to TCP",
         "Give the engine /dev/infiniband and libibverbs, and set NCCL_NET=IB so that this fails aloud.",
         (
-            checks.tcp_fallback,
-            checks.busbw(0.0, checks.TCP_BUSBW, "The collective reaches {0} GB/s, which is TCP."),
+            engine_checks.tcp_fallback,
+            busbw(0.0, TCP_BUSBW, "The collective reaches {0} GB/s, which is TCP."),
         ),
     ),
     Kind(
@@ -301,22 +306,22 @@ TABLE = (
         "stop",
         "The process may not lock enough memory",
         "Set LimitMEMLOCK=infinity in the unit, on both nodes.",
-        (checks.low_memlock, checks.no_lock),
+        (engine_checks.low_memlock, engine_checks.no_lock),
     ),
-    Kind("F27", "warn", "Kernel 7.0 strands memory in CMA", "Boot with `kho=off`.", (checks.stranded_cma,)),
+    Kind("F27", "warn", "Kernel 7.0 strands memory in CMA", "Boot with `kho=off`.", (engine_checks.stranded_cma,)),
     Kind(
         "F28",
         "warn",
         "nccl-tests without MPI measures nothing",
         "Build nccl-tests with `make MPI=1` and look for two ranks in its output.",
-        (checks.worlds_of_one,),
+        (measurements.worlds_of_one,),
     ),
     Kind(
         "F29",
         "stop",
         "A 16 GB collective freezes a node that is short of memory",
         "Use 1 to 4 GB, or free 48 GiB first.",
-        (checks.huge_collective,),
+        (measurements.huge_collective,),
     ),
     Kind(
         "F30",
@@ -324,11 +329,11 @@ TABLE = (
         "Too little memory is free for a start",
         "Drop the page cache just before the start, as `glm-vllm gate` does, and stop what holds the rest.",
         (
-            checks.memory_gate,
+            engine_checks.memory_gate,
             said(
                 "on startup is less than",
                 "The engine found {0} GiB free and wanted {1}.",
-                checks.FREE_MEMORY.pattern,
+                engine_checks.FREE_MEMORY.pattern,
             ),
         ),
         when="warn throughout: MemAvailable decides, and the gate checks it",
@@ -338,7 +343,7 @@ TABLE = (
         "info",
         "A restart before the last engine gave its memory back",
         "Wait until 90 GiB are free on both nodes.",
-        (checks.restart_race,),
+        (engine_checks.restart_race,),
     ),
     Kind(
         "F32",
@@ -361,7 +366,7 @@ TABLE = (
         (
             said("NV_ERR_NO_MEMORY", "The GPU driver could not allocate memory."),
             said("oom-kill:", "The kernel killed a process for memory.", r"oom-kill:constraint=CONSTRAINT_NONE"),
-            checks.swap,
+            engine_checks.swap,
         ),
         when="warn when no more than swap is at fault",
     ),
@@ -384,7 +389,7 @@ TABLE = (
         "warn",
         "Explicit KV bytes bypass the memory check",
         "Keep utilisation and KV bytes together, and 4 GiB available after the load.",
-        (checks.explicit_bytes,),
+        (engine_checks.explicit_bytes,),
         when="found only where less than 4 GiB are available, or that is not known",
     ),
     Kind(
@@ -413,7 +418,7 @@ TABLE = (
         "warn",
         "The ranks wait for each other",
         "Look at power: near idle with a busy GPU is a deadlock; restart the pair, and compare both ranks' settings.",
-        (checks.hang_at_init, checks.idle_power),
+        (engine_checks.hang_at_init, engine_checks.idle_power),
     ),
     Kind(
         "F40",
@@ -474,10 +479,10 @@ TABLE = (
         "A driver outside branch 580, or another one than the peer's",
         "Keep branch 580 on both nodes, held with `apt-mark hold`, nvidia-modprobe too.",
         (
-            checks.driver_branch,
+            engine_checks.driver_branch,
             said("This container was built for NVIDIA Driver Release", "An image wants a newer driver than this."),
         ),
-        pair=(checks.other_driver,),
+        pair=(engine_checks.other_driver,),
     ),
     Kind(
         "F46",
@@ -488,7 +493,7 @@ TABLE = (
             said(
                 "Driver/library version mismatch",
                 "The GPU driver was updated and the old one is still loaded.",
-                files=("nvidia-smi.csv", "nvidia-smi-table.txt", *checks.LOGS),
+                files=("nvidia-smi.csv", "nvidia-smi-table.txt", *LOGS),
             ),
         ),
     ),
@@ -501,7 +506,7 @@ TABLE = (
             said(
                 "Failed to initialize NVML: Unknown Error",
                 "A process lost the GPU.",
-                files=("nvidia-smi.csv", "nvidia-smi-table.txt", *checks.LOGS),
+                files=("nvidia-smi.csv", "nvidia-smi-table.txt", *LOGS),
             ),
         ),
     ),
@@ -683,7 +688,7 @@ TABLE = (
         "info",
         "nvidia-smi shows no memory figure, or no GPU",
         "Read /proc/meminfo; where the GPU itself is missing, reboot and look for NVRM lines in the journal.",
-        (checks.no_memory_figure,),
+        (engine_checks.no_memory_figure,),
         when="stop when no GPU is found, warn when it has no name",
     ),
     Kind(
@@ -698,7 +703,7 @@ TABLE = (
         "warn",
         "The GPU is stuck at a low clock",
         "Power the Spark off and unplug it; a reboot does not clear it.",
-        (checks.idle_power,),
+        (engine_checks.idle_power,),
         when="a table without clocks cannot tell it from F39, so both are named",
     ),
     Kind(
@@ -706,14 +711,14 @@ TABLE = (
         "info",
         "dgx-release: several updates, a serial number",
         "Take the last DGX_OTA_VERSION, and remove the serial number before you share the file.",
-        (checks.release_file,),
+        (engine_checks.release_file,),
     ),
     Kind(
         "F73",
         "stop",
         "A Spark with too little memory",
         "Use two 128 GB Sparks.",
-        (checks.small_spark,),
+        (engine_checks.small_spark,),
     ),
     Kind(
         "F74",
@@ -727,8 +732,8 @@ TABLE = (
         "stop",
         "FlashInfer's autotuner deadlocks the pair",
         "Keep glm_vllm_overlay_flashinfer_autotune: false.",
-        pair=(checks.tuning_apart,),
-        alone=(checks.tuning,),
+        pair=(engine_checks.tuning_apart,),
+        alone=(engine_checks.tuning,),
     ),
     Kind(
         "R2",
@@ -793,13 +798,13 @@ TABLE = (
         "warn",
         "No prefix is ever found in the cache with speculation on",
         "Use dflash2 rather than mtp, and send one prompt twice: the second must hit.",
-        (checks.no_prefix_hits,),
+        (engine_checks.no_prefix_hits,),
     ),
     Kind(
         "R10",
         "warn",
         "KV caches of different sizes on the ranks",
         "Give both nodes the same serve.yaml: run playbooks/serve.yml.",
-        pair=(checks.unequal_cache,),
+        pair=(engine_checks.unequal_cache,),
     ),
 )
