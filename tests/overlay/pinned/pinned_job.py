@@ -84,6 +84,19 @@ def tensors() -> dict:
     return {"placed": placed, "blocks": [group.kv_cache_spec.block_size for group in groups]}
 
 
+def start() -> dict:
+    """What a start on a GB10 would be told of, from vLLM's own layers without weights."""
+    from glm_vllm_overlay.hooks import startup
+
+    planner = Planner(model.TARGET, model.DRAFTER, Engine(1_000_000, 4, 4640, tokens=7))
+    config = planner.vllm_config
+    config.parallel_config.world_size = 2
+    config.kernel_config = SimpleNamespace(enable_flashinfer_autotune=False)
+    facts = startup.target_facts(config)
+    told = {name: sorted(value) if isinstance(value, set) else value for name, value in facts.items()}
+    return {"facts": told, "problems": startup.target_problems(facts, pdl=False)}
+
+
 def chunks() -> dict:
     """Ends of the chunks of one long prompt beside other requests' tokens, by scheduler and step."""
     from glm_vllm_overlay.hooks.scheduler import PoolAlignedScheduler
@@ -150,5 +163,11 @@ def commands() -> dict:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
-        answers = {"caches": caches(), "commands": commands(), "tensors": tensors(), "chunks": chunks()}
+        answers = {
+            "caches": caches(),
+            "commands": commands(),
+            "tensors": tensors(),
+            "start": start(),
+            "chunks": chunks(),
+        }
     print(json.dumps(answers))

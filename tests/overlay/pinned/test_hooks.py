@@ -1,4 +1,4 @@
-"""Hooks on the pinned vLLM 0.33.0: groups of the drafter's cache, and ends of prefill chunks."""
+"""Hooks on the pinned vLLM 0.33.0: groups of the drafter's cache, ends of prefill chunks, facts of a start."""
 
 import pytest
 
@@ -60,3 +60,18 @@ def test_no_step_is_lost_by_it(found):
             len(found["chunks"][f"{kind} {step}"]) for kind in ("PoolAlignedScheduler", "AsyncScheduler")
         )
         assert abs(with_it - without) <= 1
+
+
+def test_a_start_is_told_what_the_layers_are(found):
+    assert found["start"]["problems"] == []
+    assert found["start"]["facts"] == {
+        "attention backend": ["FLASHINFER_MLA_SPARSE_SM120"],
+        "kv cache": ["fp8_ds_mla"],
+        "head size": [512],
+        "heads a rank": [32],
+        "index_topk": 2048,
+        "ranks": 2,
+        "autotune": False,
+        "capability": [12, 1],
+        "pdl": False,
+    }

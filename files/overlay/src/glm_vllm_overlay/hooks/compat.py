@@ -37,7 +37,7 @@ FILES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         ),
         "model_executor/layers/attention/mla_attention.py": (
             "af3300b09fda788591861cff8f59ef2d41b02f17164763647d75f33330406f0d",
-            ("plan",),
+            ("plan", "startup"),
         ),
         "model_executor/layers/mamba/abstract.py": (
             "08506d9dc3e1a58d42a72cb80c81e32a51d4bda7f7be2551d355db19a0d02f9d",
@@ -45,7 +45,7 @@ FILES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         ),
         "model_executor/model_loader/base_loader.py": (
             "cba765f6e669c51834ea5ac4146d5de9648635cfbc00c987601009865e869b36",
-            ("ablation",),
+            ("ablation", "startup"),
         ),
         "model_executor/models/deepseek_v2.py": (
             "96f4f755f62caa85869fb884209e7f8869882ddb6efbd40c930778b27bd3e39d",

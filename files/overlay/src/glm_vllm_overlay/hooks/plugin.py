@@ -8,9 +8,11 @@ BUILDER = "glm_vllm_overlay.hooks.cache.DraftSplittingBuilder"
 
 def register() -> None:
     """Each hook decides by itself whether it is asked for; those of another vLLM than this one stay out."""
-    from glm_vllm_overlay.hooks import ablation, compat
+    from glm_vllm_overlay.hooks import ablation, compat, pdl, startup
 
+    pdl.register()  # first, since some modules ask while they are imported
     ablation.register()
+    startup.register()
     if compat.knows("cache"):
         install_builder()
 

@@ -231,6 +231,7 @@ class Planner:
             indexer=True,
             kv_cache_dtype=cache.cache_dtype,
             non_causal_multi_token_decode=False,
+            num_heads=text.num_attention_heads // self.engine.tensor_parallel,
             sliding_window=None,
             topk_buffer_width=model.get_sparse_topk_buffer_width(text),
         )
