@@ -91,6 +91,20 @@ def test_without_rdma_nothing_is_said_about_it(root, capsys):
     assert live(capsys) == HEALTHY | {"F72 info"}
 
 
+@pytest.mark.parametrize(
+    ("rates", "expected"), [((97.28, 92.57), "F14 warn"), ((97.28, 13.23), "F01 stop"), (None, "F14 stop")]
+)
+def test_the_last_measurement_counts(root, capsys, rates, expected):
+    shutil.copy(FIXTURES / "ip_j_addr/same_subnet.json", root / "ip-addr.json")
+    if rates:
+        rails = [{"node": "spark-a", "netdev": n, "gbps": r} for n, r in zip(("one", "two"), rates, strict=True)]
+        rails.append({"node": "spark-b", "netdev": "one", "gbps": None})
+        (root / "var/lib/glm-vllm/fabric").mkdir(parents=True)
+        record = {"schema": 1, "when": "2026-01-01T00:00:00Z", "tool": "ib_write_bw", "rails": rails}
+        (root / "var/lib/glm-vllm/fabric/2026-01-01T000000Z.json").write_text(json.dumps(record))
+    assert expected in live(capsys)
+
+
 def test_a_program_that_hangs_is_not_waited_for(root, capsys):
     (root / "bin/nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     assert cli.main(["doctor"]) == 0

@@ -22,6 +22,7 @@ class Paths:
         self.socket = self.run / "api.sock"
         self.home = self.root / "var/lib/glm-vllm"
         self.deployment = self.home / "deployments/current/deployment.json"
+        self.measurements = self.home / "fabric"
         self.incident = self.home / "watch/incident.json"
         self.releases = self.root / "opt/glm-vllm/releases"
         self.drop_caches = self.root / "usr/local/sbin/glm-vllm-drop-caches"
