@@ -174,6 +174,42 @@ def test_a_damaged_file_is_named_and_the_rest_is_judged(bundle, capsys):
     assert "ip-addr.json is not what `ip -j addr` prints; it was left out" in err
 
 
+def test_one_nodes_bundle_is_better_than_none(pair, capsys):
+    pair[1].only("meminfo").put("meminfo", bytes(range(256)))
+    code, _, err = run(capsys, "--bundle", str(pair[0].folder.parent))
+    assert code == 0
+    assert "no file of spark-b can be read as what its name says" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"dst": "192.168.100.11", "dev": "enp1s0f0np0", "state": 5}]',
+        '[{"dst": ["x"], "dev": {}, "state": [[], {}]}]',
+        '[{"ifname": "enp1s0f0np0", "flags": [[], {}], "mtu": true, "addr_info": {"a": 1}, "master": {}}]',
+        '[{"ifname": "enp1s0f0np0", "addr_info": [{"family": "inet", "local": {}, "prefixlen": [1]}]}]',
+        "9" * 5000,
+        "[" * 100000,
+    ],
+)
+@pytest.mark.parametrize("name", ["ip-addr.json", "ip-neigh.json", "ip-route.json"])
+def test_json_of_any_shape_is_never_an_internal_error(bundle, capsys, name, text):
+    bundle.put(name, text)
+    assert run(capsys, "--bundle", str(bundle.folder), "--json")[0] in (0, 1)
+
+
+def test_numbers_that_are_none_are_never_an_internal_error(bundle, capsys):
+    bundle.put("meminfo", f"MemTotal: {'9' * 5000} kB\nMemFree: 1.2.3 kB\n")
+    bundle.put("ib_write_bw.txt", f" {'9' * 5000} 1 0.00 1.2.3 1\n 65536 1 1.2.3 4.5.6\n")
+    bundle.put(
+        "nccl-tests.txt",
+        f" 17179869184 1 float none -1 1.2 1.2 1.2.3 0\n# Avg bus bandwidth : 1.2.3\nmaxBytes {'9' * 5000}\n",
+    )
+    bundle.put("engine.log", f"Prefix cache hit rate: 1.2.3% Running:\nNCCL_IB_GID_INDEX={'9' * 5000}\n")
+    bundle.put("nvidia-smi-table.txt", f"| N/A {'9' * 5000}W / N/A | x | {'9' * 5000}% Default |\n")
+    assert run(capsys, "--bundle", str(bundle.folder), "--json")[0] in (0, 1)
+
+
 def test_a_pipe_under_the_name_of_a_file_does_not_hang(bundle):
     bundle.drop("meminfo")
     os.mkfifo(bundle.folder / "meminfo")
@@ -198,9 +234,10 @@ def test_noise_is_never_an_internal_error(tmp_path, capsys, seed):
     for path in [path for path in bundle.folder.rglob("*") if path.is_file()]:
         if chance.random() < 0.3:
             data = bytearray(path.read_bytes())
+            kinds = (range(256), b'0123456789.:,-"{}[]\n ', b"null", b"9")
             for _ in range(chance.randrange(1, 40)):
                 if data:
-                    data[chance.randrange(len(data))] = chance.randrange(256)
+                    data[chance.randrange(len(data))] = chance.choice(chance.choice(kinds))
             path.write_bytes(bytes(data[: chance.randrange(len(data) + 1)]))
     assert run(capsys, "--bundle", str(bundle.folder), "--json")[0] in (0, 1)
 

@@ -25,7 +25,9 @@ PLACED = re.compile(r"^(?:en|wl|ww|sl)(?:[osx]|P?\d*p\d|P\d)")
 MELLANOX, CX7 = "0x15b3", "0x1021"
 IBDEV2NETDEV = re.compile(r"^(\S+) port (\d+) ==> (\S+) \((Up|Down)\)$")
 RDMA_LINK = re.compile(r"^link (\S+?)/(\d+)\b.*? state (\S+)(?:.* netdev (\S+))?")
-SHOW_GIDS = re.compile(r"^(\S+)\s+(\d+)\s+(\d+)\s+([0-9a-fA-F:]{3,39})\s+(?:[\d.]{7,15}\s+)?(v[12])\b(?:\s+(\S+))?$")
+SHOW_GIDS = re.compile(
+    r"^(\S+)\s+(\d{1,5})\s+(\d{1,5})\s+([0-9a-fA-F:]{3,39})\s+(?:[\d.]{7,15}\s+)?(v[12])\b(?:\s+(\S+))?$"
+)
 
 
 @dataclass
@@ -250,7 +252,7 @@ def parse_show_gids(text: str) -> tuple[list[tuple[str, Gid]], bool]:
         address = parse_gid(match[4]) if match else None
         if match and address:
             found.append((match[1], Gid(int(match[2]), int(match[3]), address, match[5], match[6] or "")))
-    counted = re.search(r"^n_gids_found=(\d+)\s*$", text, re.MULTILINE)
+    counted = re.search(r"^n_gids_found=(\d{1,5})\s*$", text, re.MULTILINE)
     return found, bool(counted) and int(counted[1]) == len(found)
 
 
@@ -260,7 +262,7 @@ def parse_show_gids(text: str) -> tuple[list[tuple[str, Gid]], bool]:
 def gids_of(port: Path) -> Iterator[Gid]:
     """The used entries of the GID table of one port of a device (`…/ports/1`)."""
     for name in names_in(port / "gids"):
-        address = parse_gid(read(port / "gids" / name) or "") if name.isdigit() else None
+        address = parse_gid(read(port / "gids" / name) or "") if name.isdecimal() else None
         if address:
             version = "v2" if (read(port / "gid_attrs/types" / name) or "") == "RoCE v2" else "v1"
             netdev = read(port / "gid_attrs/ndevs" / name) or ""

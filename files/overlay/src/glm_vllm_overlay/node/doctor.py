@@ -69,12 +69,13 @@ def from_bundle(folder: Path) -> list[Evidence]:
         nodes = [Evidence(part, part.name) for part in parts]
     if not nodes:
         raise Unusable(f"{folder} holds none of the files of a bundle ({FILES[0]}, {FILES[1]}, … {FOLDERS[0]})")
-    mute = [node.name for node in nodes if not says_anything(node)]
-    if mute:
-        raise Unusable(
-            f"nothing in the bundle of {', '.join(mute)} can be read as what its name says: collect it again"
-        )
-    return nodes
+    told = [node for node in nodes if says_anything(node)]
+    mute = [node.name for node in nodes if node not in told]
+    if not told:
+        raise Unusable(f"no file of {' and '.join(mute)} can be read as what its name says: collect the bundle again")
+    # One node's bundle is better than none.
+    told[0].unusable += [f"no file of {name} can be read as what its name says" for name in mute]
+    return told
 
 
 def says_anything(node: Evidence) -> bool:

@@ -93,7 +93,7 @@ def no_lock(evidence: Evidence) -> Hit | None:
 def engine_runs(evidence: Evidence) -> bool:
     """Whether a process holds GPU memory, or this machine's engine is up."""
     table = evidence.text("nvidia-smi-table.txt") or ""
-    held = re.findall(r"^\|.*\s(?:C|C\+G)\s.*?(\d+)\s*MiB\s*\|", table, re.MULTILINE)
+    held = re.findall(r"^\|.*\s(?:C|C\+G)\s.*?\b(\d{1,9})\s*MiB\s*\|", table, re.MULTILINE)
     return evidence.busy or any(int(size) > 8 * 1024 for size in held)
 
 
@@ -118,7 +118,9 @@ def memory_gate(evidence: Evidence) -> Hit | None:
     return None
 
 
-FREE_MEMORY = re.compile(r"Free memory on device \S+ \(([\d.]+)/[\d.]+ GiB\) on startup is less than .*?([\d.]+) GiB\)")
+FREE_MEMORY = re.compile(
+    r"Free memory on device \S+ \((\d+(?:\.\d+)?)/[\d.]+ GiB\) on startup is less than .*?(\d+(?:\.\d+)?) GiB\)"
+)
 
 
 def restart_race(evidence: Evidence) -> Hit | None:
@@ -159,7 +161,7 @@ def hang_at_init(evidence: Evidence) -> Hit | None:
     return Hit("The engine's log ends where the two ranks meet: they wait for each other.", f"engine.log: {last}")
 
 
-GPU_ROW = re.compile(r"\s(\d+)W\s*/.*\|\s*(\d+)%\s")
+GPU_ROW = re.compile(r"\s(\d{1,4})W\s*/.*\|\s*(\d{1,3})%\s")
 
 
 def idle_power(evidence: Evidence) -> Hit | None:
@@ -242,7 +244,7 @@ def tuning(evidence: Evidence) -> Hit | None:
 def no_prefix_hits(evidence: Evidence) -> Hit | None:
     """R9: with speculation on, no prefix was ever found in the cache."""
     lines = [line for line in evidence.lines("engine.log", "Prefix cache hit rate:") if "Running:" in line]
-    rates = re.findall(r"Prefix cache hit rate: ([\d.]+)%", "\n".join(lines))
+    rates = re.findall(r"Prefix cache hit rate: (\d+(?:\.\d+)?)%", "\n".join(lines))
     if len(rates) < 20 or any(float(rate) > 0 for rate in rates):
         return None
     if next(evidence.lines("engine.log", "SpecDecoding metrics"), None) is None:

@@ -202,7 +202,7 @@ def own_gids(evidence: Evidence) -> list[tuple[str, int]]:
     return found
 
 
-PIN = re.compile(r"NCCL_IB_GID_INDEX(?: set by environment to |[\"']?\s*[=:]\s*[\"']?)(\d+)")
+PIN = re.compile(r"NCCL_IB_GID_INDEX(?: set by environment to |[\"']?\s*[=:]\s*[\"']?)(\d{1,5})\b")
 
 
 def pin(evidence: Evidence) -> tuple[int, str] | None:
@@ -322,7 +322,7 @@ def documents(evidence: Evidence) -> Iterator[tuple[str, Any]]:
     for name, text in evidence.netplan().items():
         try:
             yield name, yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+        except Exception as error:  # PyYAML lets errors of Python's own kinds through
             yield name, error
 
 
@@ -428,12 +428,17 @@ def silent_rail(evidence: Evidence) -> Hit | None:
         if rail:
             by_rail.setdefault(rail, []).append(entry)
     for rail, entries in by_rail.items():
-        states = [set(map(str, found)) for found in (e.get("state") for e in entries) if isinstance(found, list)]
-        silent = [entry for entry in entries if {"FAILED", "INCOMPLETE"} & set(entry.get("state") or [])]
-        if silent and not any(state & ANSWERS for state in states):
-            peer = silent[0].get("dst")
-            return Hit(f"{peer} does not answer on {rail}.", f"ip-neigh.json: {peer} {' '.join(silent[0]['state'])}")
+        silent = [entry for entry in entries if {"FAILED", "INCOMPLETE"} & states_of(entry)]
+        if silent and not any(states_of(entry) & ANSWERS for entry in entries):
+            peer, state = silent[0].get("dst"), " ".join(sorted(states_of(silent[0])))
+            return Hit(f"{peer} does not answer on {rail}.", f"ip-neigh.json: {peer} {state}")
     return None
+
+
+def states_of(entry: dict) -> set[str]:
+    """The states of a neighbour."""
+    found = entry.get("state")
+    return {str(state) for state in found} if isinstance(found, list) else set()
 
 
 DROPPED = re.compile(r"\bIN=(\S+)(?=.*\bSRC=(\S+))?.*\bPROTO=(\w+)(?=.*\bDPT=(\d+))")

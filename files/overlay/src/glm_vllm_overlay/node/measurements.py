@@ -29,7 +29,7 @@ class Measured:
 
 
 HEADER = re.compile(r"#bytes\s+#iterations.*BW average\[(\w+)/sec\]")
-ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+(?:[\d.]+|-?nan|inf)\s+(\d+(?:\.\d+)?)(?:\s+[\d.]+)?\s*$")
+ROW = re.compile(r"^\s*(\d{1,15})\s+(\d+)\s+(?:[\d.]+|-?nan|inf)\s+(\d+(?:\.\d+)?)(?:\s+[\d.]+)?\s*$")
 
 
 def rows_of(text: str) -> Iterator[tuple[int, int, Measured]]:
@@ -76,7 +76,9 @@ def silent_wedge(evidence: Evidence) -> Hit | None:
     return said("irisc not responding", "The adapter's own controller does not answer: the port is wedged.")(evidence)
 
 
-BUSBW_ROW = re.compile(r"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+[\d.]+\s+[\d.]+\s+([\d.]+)\s", re.MULTILINE)
+BUSBW_ROW = re.compile(
+    r"^\s*(\d{1,15})\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+[\d.]+\s+[\d.]+\s+(\d+(?:\.\d+)?)\s", re.MULTILINE
+)
 
 
 def collective(evidence: Evidence) -> tuple[float, str] | None:
@@ -88,7 +90,7 @@ def collective(evidence: Evidence) -> tuple[float, str] | None:
     large = [(busbw, line) for size, busbw, line in rows if size >= JUDGED_COLLECTIVE]
     if rows:
         return max(large, default=None)
-    average = re.search(r"^#\s*Avg bus bandwidth\s*:\s*([\d.]+)", text, re.MULTILINE)
+    average = re.search(r"^#\s*Avg bus bandwidth\s*:\s*(\d+(?:\.\d+)?)", text, re.MULTILINE)
     return (float(average[1]), average[0]) if average else None
 
 
@@ -130,7 +132,7 @@ def worlds_of_one(evidence: Evidence) -> Hit | None:
 def huge_collective(evidence: Evidence) -> Hit | None:
     """F29: a 16 GB collective was begun with too little memory and did not end."""
     text = evidence.text("nccl-tests.txt") or ""
-    size = re.search(r"maxBytes (\d+)", text)
+    size = re.search(r"maxBytes (\d{1,15})\b", text)
     available = meminfo(evidence).get("MemAvailable")
     if not size or int(size[1]) < 8 * GIB or available is None or available >= 48 * 1024**2:
         return None
@@ -146,4 +148,4 @@ def huge_collective(evidence: Evidence) -> Hit | None:
 def meminfo(evidence: Evidence) -> dict[str, int]:
     """The figures of /proc/meminfo in kB; {} when there are none."""
     text = evidence.text("meminfo") or ""
-    return {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB\s*$", text, re.MULTILINE)}
+    return {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d{1,15}) kB\s*$", text, re.MULTILINE)}
