@@ -1,4 +1,4 @@
-"""Kernels are compiled once for the pair and are the same on both nodes, whichever of them had them first.
+"""Kernels are compiled once for the pair and are the same on both nodes; FlashInfer's modules on each by itself.
 
 The nodes have no toolkit: a program stands in for `glm-vllm build`, everything around it is the role's own.
 """
@@ -15,9 +15,14 @@ import pytest
 
 RELEASE = "/var/tmp/release-of-a-test"
 KERNELS = f"{RELEASE}/venv/lib/glm-vllm"
+MODULES = "/var/tmp/modules-of-a-test"
 FILES = ("glm_exl3.so", "LICENSE.exllamav3", "manifest.json")
 # Writes what a build writes, with bytes that no other build has, or refuses with what the file `refuse` says.
 BUILD = f"""#!/bin/sh
+if [ "$2" = --modules ]; then
+  cd "$FLASHINFER_WORKSPACE_BASE" && echo "$(id -un) $MAX_JOBS $FLASHINFER_NVCC" >> calls && touch modules.json
+  exit
+fi
 echo "$@" >> {RELEASE}/calls
 if [ -e {RELEASE}/refuse ]; then cat {RELEASE}/refuse; exit 1; fi
 mkdir -p {KERNELS} && cd {KERNELS}
@@ -38,7 +43,7 @@ def releases() -> Iterator[None]:
         yield
     finally:
         for node in pair.NODES:
-            bed.on(node, "rm", "-rf", RELEASE)
+            bed.on(node, "rm", "-rf", RELEASE, MODULES)
 
 
 def run(tmp_path: Path) -> pair.Run:
@@ -102,3 +107,19 @@ def test_refusal_is_the_compilers_sentence_and_nobody_goes_on(tmp_path: Path) ->
     assert failed.failures() == {bed.HEAD: [f"{bed.HEAD}: {sentence}"], bed.WORKER: [nothing]}
     for node in pair.NODES:
         assert bed.on(node, "ls", RELEASE).split() == (["calls", "refuse", "venv"] if node == bed.HEAD else ["venv"])
+
+
+def test_each_node_compiles_modules_once_as_the_engine_s_user() -> None:
+    """Fails when root makes files that the engine cannot write, when the environment is not the engine's, or twice."""
+    variables = {
+        "glm_profile": "gb10",
+        "__glm_vllm_overlay_release_dir": RELEASE,
+        "__glm_vllm_overlay_module_dir": MODULES,
+    }
+    first = pair.run_playbook("tests/pair/modules.yml", **variables)
+    assert first.status == 0, first.failures()
+    for node in pair.NODES:
+        nvcc = "/usr/local/cuda-13.0/bin/nvcc"
+        assert bed.on(node, "cat", f"{MODULES}/calls").strip() == f"glm-vllm 1 {nvcc}"
+        assert bed.on(node, "stat", "--format=%U", MODULES, f"{MODULES}/modules.json").split() == ["glm-vllm"] * 2
+    assert pair.run_playbook("tests/pair/modules.yml", **variables).total("changed") == {}

@@ -55,6 +55,15 @@ def test_digest_follows_every_source(tmp_path: Path) -> None:
     assert len({before, changed, build.source_digest(chain.sources, chain.csrc)}) == 3
 
 
+def test_headers_of_the_toolkit_come_before_those_of_wheels(tmp_path: Path) -> None:
+    """The engine's lock has crt headers of 13.5 beside a runtime of 13.0: nvcc 13.0 fails on that mixture."""
+    wheels = tmp_path / "site/nvidia/cu13/include"
+    wheels.mkdir(parents=True)
+    chain = build.Toolchain(**{**vars(toolchain(tmp_path)), "headers": (tmp_path / "site",)})
+    dirs = build._include_dirs(chain, tmp_path)
+    assert dirs.index(chain.cuda_home / "include") < dirs.index(wheels)
+
+
 def test_objects_are_kept_until_their_inputs_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = toolchain(tmp_path)
     ours = tmp_path / "csrc"

@@ -173,6 +173,40 @@ def test_a_release_for_machines_without_a_gpu(node, peer, glm_vllm):
     assert glm_vllm("gate")[0] == 0
 
 
+def modules(node, peer, files: dict[str, str] | None) -> Path:
+    """A release that needs FlashInfer's modules, and what is said to be there of them; returns their folder."""
+    manifest = node.root / RELEASE / "manifest.json"
+    document = json.loads(manifest.read_text()) | {"modules": "/var/cache/glm-vllm/r1-modules"}
+    manifest.write_text(json.dumps(document))
+    peer.document["release_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    folder = node.root / "var/cache/glm-vllm/r1-modules"
+    folder.mkdir(parents=True)
+    if files is not None:
+        (folder / "modules.json").write_text(json.dumps({"schema": 1, "files": files}))
+    return folder
+
+
+def test_modules_that_are_compiled(node, peer, glm_vllm):
+    (modules(node, peer, {"sampling": "sampling.so"}) / "sampling.so").write_bytes(b"code")
+    assert glm_vllm("gate")[0] == 0
+
+
+@pytest.mark.parametrize("files", [None, {}])
+def test_modules_that_were_never_compiled(node, peer, glm_vllm, files):
+    folder = modules(node, peer, files)
+    if files == {}:
+        (folder / "modules.json").write_text("damaged")
+    message = refused(glm_vllm, node)
+    assert f"not all in {folder} (without modules.json), so the engine would compile with the weights" in message
+    assert message.endswith(f"remove {folder}/modules.json if it is there and run playbooks/release.yml")
+
+
+def test_a_module_that_is_gone(node, peer, glm_vllm):
+    folder = modules(node, peer, {"sampling": "sampling.so", "topk": "topk.so"})
+    (folder / "sampling.so").write_bytes(b"code")
+    assert f"not all in {folder} (without topk), so the engine would compile" in refused(glm_vllm, node)
+
+
 def test_a_release_that_is_not_there(node, peer, glm_vllm):
     (node.root / RELEASE / "manifest.json").unlink()
     assert "releases/r1/manifest.json does not exist: run site.yml" in refused(glm_vllm, node, 2)

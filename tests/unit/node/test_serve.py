@@ -260,12 +260,36 @@ def test_serves_and_stops_when_asked(node, peer, glm_vllm, manager):
         "ablation off",
         "utilisation 0.87",
         "serving",
+        "compiled nothing at this start",
         "stopped",
     ]
     assert manager() == ["STATUS=loading", "READY=1", "STATUS=serving", "STOPPING=1", "STATUS=stopping"]
     assert stale.is_socket()
     assert stale.stat().st_mode & 0o777 == 0o660
     assert not alive(started(node)["pid"])
+
+
+def test_says_what_was_compiled_although_it_should_have_been_there(node, peer, glm_vllm, manager, monkeypatch):
+    """A library made anew counts, one that was there does not, and neither do other files."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(node.root / "triton"))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(node.root / "modules"))
+    for file in ("triton/there.cubin", "modules/topk/topk.so"):
+        (node.root / file).parent.mkdir(parents=True)
+        (node.root / file).write_bytes(b"code")
+    (node.root / "unhealthy").touch()
+
+    def compile_and_become_healthy() -> None:
+        (node.root / "triton/new.cubin").write_bytes(b"code")
+        (node.root / "triton/new.json").write_text("{}")
+        (node.root / "modules/topk/topk.so").write_bytes(b"other")
+        (node.root / "unhealthy").unlink()
+
+    when(lambda: "STATUS=loading" in manager() and (node.root / "started").exists(), compile_and_become_healthy)
+    when(lambda: "READY=1" in manager(), ask_to_stop)
+    assert glm_vllm("serve")[1].splitlines()[-2] == (
+        "compiled 2 modules at this start, which the next one will find: "
+        f"{node.root}/modules/topk/topk.so, {node.root}/triton/new.cubin"
+    )
 
 
 def test_the_engine_sees_its_units_environment_but_not_its_manager(node, peer, glm_vllm, manager, monkeypatch):

@@ -1,4 +1,4 @@
-"""`glm-vllm build`: compile the EXL3 kernels with the toolkit's nvcc, for the GPU of the pair."""
+"""`glm-vllm build`: compile the EXL3 kernels, or FlashInfer's modules, with the toolkit's nvcc, for the pair's GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from glm_vllm_overlay import modules
 from glm_vllm_overlay.exl3 import build as kernels
 from glm_vllm_overlay.exl3.library import library_path
 from glm_vllm_overlay.node.errors import Refusal
@@ -30,6 +31,9 @@ def memory_available(meminfo: Path) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `glm-vllm build`."""
     parser.add_argument(
+        "--modules", action="store_true", help="FlashInfer's modules instead, where the engine's environment says"
+    )
+    parser.add_argument(
         "--cuda-home", type=Path, default=kernels.default_cuda_home(), help="CUDA toolkit, 13.0 to 13.x"
     )
     parser.add_argument("--target", type=Path, default=library_path().parent, help="folder for the library")
@@ -49,6 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build, print where and what; Refusal (exit 1) when anything about it is not as pinned."""
+    available = memory_available(Path(os.environ.get("GLM_MEMINFO", "/proc/meminfo")))
+    jobs = args.jobs or job_limit(available)
+    return run_modules(args, jobs) if args.modules else run_kernels(args, jobs)
+
+
+def run_modules(args: argparse.Namespace, jobs: int) -> int:
+    """`--modules`."""
+    kernels.Toolchain(args.cuda_home, Path(), Path()).nvcc_version()
+    files = modules.compile_modules(jobs)
+    if args.json:
+        print(json.dumps({"schema": 1, "ok": True, "files": files}))
+    else:
+        print(f"{modules.workspace()}: {', '.join(files)}")
+    return 0
+
+
+def run_kernels(args: argparse.Namespace, jobs: int) -> int:
+    """Without `--modules`."""
     sources, licence = (args.exllamav3, "") if args.exllamav3 else kernels.find_sources()
     chain = kernels.Toolchain(
         cuda_home=args.cuda_home,
@@ -59,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
         cuobjdump=args.cuobjdump,
         licence=licence,
     )
-    available = memory_available(Path(os.environ.get("GLM_MEMINFO", "/proc/meminfo")))
-    manifest = kernels.build(chain, args.work, args.target, args.jobs or job_limit(available))
+    manifest = kernels.build(chain, args.work, args.target, jobs)
     if not manifest["files"]:
         raise Refusal(
             f"the kernels compile for {manifest['arch']}, but this environment's torch has no CUDA to link them with:"

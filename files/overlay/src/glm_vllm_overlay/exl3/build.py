@@ -131,7 +131,9 @@ def _include_dirs(chain: Toolchain, work: Path) -> list[Path]:
     import torch
 
     torch_include = Path(torch.__file__).parent / "include"
+    # The toolkit's own headers first: the engine's lock brings parts of a newer toolkit, which its nvcc cannot compile.
     dirs = [
+        chain.cuda_home / "include",
         chain.sources,
         torch_include,
         torch_include / "torch/csrc/api/include",
@@ -146,16 +148,15 @@ def _include_dirs(chain: Toolchain, work: Path) -> list[Path]:
         dirs.append(generated)
     roots = [Path(path) for path in (*chain.headers, sysconfig.get_paths()["purelib"])]
     dirs += [path for root in roots for path in sorted(root.glob("nvidia/*/include"))]
-    return [*dirs, chain.cuda_home / "include"]
+    return dirs
 
 
 def _compile(chain: Toolchain, source: Path, target: Path, includes: list[str]) -> None:
-    host = ["-isystem", str(chain.cuda_home / "include")]
     if source.suffix == ".cu":
         code = ["-gencode", f"arch=compute_{chain.arch},code=sm_{chain.arch}"]
         command = [str(chain.nvcc), *CUDA_FLAGS, *code, *includes, "-c", str(source), "-o", str(target)]
     else:
-        command = [os.environ.get("CXX", "g++"), *HOST_FLAGS, *includes, *host, "-c", str(source), "-o", str(target)]
+        command = [os.environ.get("CXX", "g++"), *HOST_FLAGS, *includes, "-c", str(source), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         error = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-300:])

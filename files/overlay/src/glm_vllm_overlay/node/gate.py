@@ -233,7 +233,9 @@ def run(args: argparse.Namespace) -> int:
         gate.say("looking at the fabric")
         fabric = gate.fabric()
         gate.weights(settings.speculator)
-        release.check_kernels(paths, read_json(paths.deployment)["release"])
+        current = read_json(paths.deployment)["release"]
+        release.check_kernels(paths, current)
+        release.check_modules(paths, current)
         gate.memory(settings.utilisation)
         peer = gate.meet(fabric)
     except (Refusal, Unusable) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from glm_vllm_overlay.node import fabric as node_fabric
 from glm_vllm_overlay.node import paths as node_paths
-from glm_vllm_overlay.node import state, units
+from glm_vllm_overlay.node import release, state, units
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 from glm_vllm_overlay.node.files import read_json, read_json_if_there
 from glm_vllm_overlay.node.notify import notify
@@ -181,7 +181,7 @@ def stop_signal() -> threading.Event:
 
 def supervise(child: Child, tie: Bond, node: Node, paths: Paths, stop: threading.Event) -> str:
     """Stay until a stop is asked for (""), the engine ends or the peer is lost (one sentence)."""
-    ready = False
+    ready, before = False, release.machine_code(os.environ)
     while not stop.wait(POLL):
         if ended := child.ended():
             return ended
@@ -193,7 +193,7 @@ def supervise(child: Child, tie: Bond, node: Node, paths: Paths, stop: threading
                 paths.socket.chmod(SOCKET_MODE)
             ready = True
             notify("READY=1", "STATUS=serving")
-            print("serving", flush=True)
+            print("serving", release.compiled_since(before, os.environ), sep="\n", flush=True)
     return ""
 
 
