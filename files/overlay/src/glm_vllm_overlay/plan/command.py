@@ -12,11 +12,11 @@ from typing import Any
 
 from glm_vllm_overlay.inspect import Checkpoint, read_checkpoint
 from glm_vllm_overlay.node import paths as node_paths
-from glm_vllm_overlay.node import state
+from glm_vllm_overlay.node import state, units
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 from glm_vllm_overlay.node.files import read_json_if_there
 from glm_vllm_overlay.node.serve import DRAFT_TOKENS
-from glm_vllm_overlay.node.settings import SPECULATORS
+from glm_vllm_overlay.node.settings import SPECULATORS, Node, Settings
 from glm_vllm_overlay.plan.budget import (
     ACTIVATIONS_PER_TOKEN,
     GIB,
@@ -44,12 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", default=str(paths.serve_yaml), help="a serve.yaml, or - for its options as JSON on stdin"
     )
     parser.add_argument("--drafter", type=Path, help="folder of the drafter (default: the deployment's)")
-    parser.add_argument("--speculator", choices=SPECULATORS, default="dflash2")
-    parser.add_argument("--utilisation", type=float, default=0.87, help="share of memory, the unit's (default: 0.87)")
+    parser.add_argument("--speculator", choices=SPECULATORS, help="what drafts (default: the unit's, else dflash2)")
+    parser.add_argument("--utilisation", type=float, help="share of memory (default: the unit's, else 0.87)")
     parser.add_argument("--memory", type=int, help="bytes of memory of the smaller node (default: this one's)")
     parser.add_argument("--reserve", type=int, default=4 * GIB, help="bytes to be left free (default: 4 GiB)")
-    parser.add_argument("--start-cost", type=int, default=6 * GIB, help="bytes of API server and NCCL (default: 6 GiB)")
+    parser.add_argument("--start-cost", type=int, help="bytes of API server and NCCL (default: the node's, else 6 GiB)")
     parser.add_argument("--profile", choices=sorted(SYSTEM), default="full", help="safe: beside a desktop or services")
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Fill in what was not said: from this node's unit, as `systemctl edit` left it, or from the role's defaults."""
+    speculator, utilisation, start_cost = "dflash2", 0.87, 6 * GIB
+    with contextlib.suppress(Unusable):  # no node of ours, as on a controller
+        node = Node.load(node_paths.current())
+        settings = Settings.parse(units.environment(units.show(node.unit)[node.unit]))
+        speculator, utilisation, start_cost = settings.speculator, settings.utilisation, node.start_cost
+    args.speculator = args.speculator or speculator
+    args.utilisation = args.utilisation or utilisation
+    args.start_cost = start_cost if args.start_cost is None else args.start_cost
 
 
 class Options:
@@ -219,6 +231,7 @@ def table(budget: Budget, more: dict[str, Any], options: Options) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """`glm-vllm plan`: 0 when it fits, 1 with one sentence that names the variable to change."""
+    complete(args)
     options = read_options(args.config)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
