@@ -318,6 +318,18 @@ def test_an_engine_that_ends_ends_the_unit(node, peer, glm_vllm, manager, mode, 
     assert any(message.startswith("STATUS=vLLM") for message in manager())
 
 
+def test_a_worker_has_nothing_to_drain(node, peer, glm_vllm, monkeypatch):
+    node.env(GLM_ROLE="worker", GLM_NODE_RANK=1)
+    node.unit("glm-vllm-worker")
+    monkeypatch.setattr(serve, "LOST_PEER_PATIENCE", 0.5)
+    (node.root / "mode").write_text("stubborn")
+    when(running(node), ask_to_stop)
+    began = time.monotonic()
+    assert glm_vllm("serve")[0] == 0
+    assert time.monotonic() - began < 20, "the unit's stop timeout is 130 s"
+    assert not alive(started(node)["pid"])
+
+
 def test_a_stubborn_engine_is_killed_with_its_helpers(node, peer, glm_vllm):
     (node.root / "mode").write_text("stubborn")
     node.unit("glm-vllm-head", TimeoutStopUSec="5s 500ms")

@@ -258,6 +258,7 @@ def run(args: argparse.Namespace) -> int:
         child.stop(LOST_PEER_PATIENCE)
         raise Refusal(reason)
     notify("STOPPING=1", "STATUS=stopping")
-    child.stop(patience)
+    # Requests are the head's. Rank 1 by itself has none, and would wait for collectives that never come.
+    child.stop(patience if node.role == "head" else LOST_PEER_PATIENCE)
     print(json.dumps({"schema": 1, "ok": True, "message": "stopped"}) if args.json else "stopped")
     return 0
