@@ -303,7 +303,7 @@ def apply(params: dict[str, Any], check: bool) -> dict[str, Any]:
             "kinds": {kind: [r for r in footprint.records[::-1] if r["kind"] == kind] for kind in KINDS},
         }
     lines_before, lines_after, records, changed = [], [], [], False
-    if params["state"] == "present" and not root.exists():
+    if params["state"] == "present" and params["name"] and not root.exists():
         # the folder itself is the first thing that we add
         footprint.add("footprint", "dir", str(root), False, {}, False)
         if not check:

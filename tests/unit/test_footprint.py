@@ -118,6 +118,13 @@ def test_first_use_records_its_own_folder_first(root: Path, tmp_path: Path) -> N
     assert [(r["kind"], r["name"]) for r in stored(root)] == [("dir", str(root)), ("file", str(tmp_path / "a"))]
 
 
+def test_nothing_to_record_makes_no_folder_that_nothing_would_remove(root: Path, tmp_path: Path) -> None:
+    run(root, "package")
+    assert not root.exists()
+    run(root, "dir", tmp_path / "new")
+    assert stored(root)[0]["name"] == str(root)
+
+
 def test_kept_weights_keep_the_record_that_removes_them_later(root: Path, tmp_path: Path) -> None:
     run(root, "file", tmp_path / "a")
     weights = root / "models" / "glm" / "rev"
