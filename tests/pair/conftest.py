@@ -17,6 +17,7 @@ ORDER = (
     "test_nodes",
     "test_api",
     "test_smoke",
+    "test_support",
     "test_kernels",
     "test_bad_input",
     "test_together",
