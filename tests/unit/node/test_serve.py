@@ -276,6 +276,7 @@ def test_says_what_was_compiled_although_it_should_have_been_there(node, peer, g
     for file in ("triton/there.cubin", "modules/topk/topk.so"):
         (node.root / file).parent.mkdir(parents=True)
         (node.root / file).write_bytes(b"code")
+    (node.root / "triton/draft.cubin").symlink_to("gone")  # as a file that goes away between being seen and looked at
     (node.root / "unhealthy").touch()
 
     def compile_and_become_healthy() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,14 +57,13 @@ def check_modules(paths: Paths, release: str) -> None:
 
 def machine_code(environment: Mapping[str, str]) -> dict[Path, int]:
     """Every library and cubin below the caches that the engine's environment names, with its time of change in ns."""
-    folders = {Path(environment[name]) for name in CACHES if environment.get(name)}
-    return {
-        file: file.stat().st_mtime_ns
-        for folder in folders
-        for suffix in ("so", "cubin")
-        for file in folder.rglob(f"*.{suffix}")
-        if file.is_file()
-    }
+    found = {}
+    for folder in {environment[name] for name in CACHES if environment.get(name)}:
+        for place, _, names in os.walk(folder):  # which passes over folders that go away meanwhile, unlike Path.rglob
+            for file in (Path(place, name) for name in names if name.endswith((".so", ".cubin"))):
+                with contextlib.suppress(FileNotFoundError):  # compilers rename their drafts
+                    found[file] = file.stat().st_mtime_ns
+    return found
 
 
 def compiled_since(before: Mapping[Path, int], environment: Mapping[str, str]) -> str:
