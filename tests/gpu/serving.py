@@ -4,6 +4,9 @@
 
 Runs every backend eagerly and the fused one also with CUDA graphs, each in a process of its own; prompts long enough
 for the row kernel, concurrent decoding for the cooperative one. Exit 0 when all of them agree with the reference.
+
+`compiled` in OUT.json says what each process compiled below the caches that the environment names (node/release.py);
+with the caches of an earlier run it has to be nothing. Not yet run with that.
 """
 
 from __future__ import annotations
@@ -90,11 +93,12 @@ def generate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Answers of vLLM, in this process."""
     import torch
     from glm_vllm_overlay.exl3.plugin import register
+    from glm_vllm_overlay.node.release import compiled_since, machine_code
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
     register()
-    start = time.time()
+    start, before = time.time(), machine_code(os.environ)
     llm = LLM(
         str(folder), quantization="exl3", max_model_len=4096, gpu_memory_utilization=0.3, max_num_seqs=4,
         max_num_batched_tokens=2048, limit_mm_per_prompt={"image": 0, "video": 0}, enable_prefix_caching=False,
@@ -110,7 +114,8 @@ def generate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         tokens = list(output.outputs[0].token_ids)
         steps = zip(output.outputs[0].logprobs, tokens, strict=True)
         answers.append({"tokens": tokens, "logprobs": [step[token].logprob for step, token in steps]})
-    return {"boot_seconds": boot, "answers": answers, "gpu": torch.cuda.get_device_name()}
+    compiled = compiled_since(before, os.environ)
+    return {"boot_seconds": boot, "answers": answers, "compiled": compiled, "gpu": torch.cuda.get_device_name()}
 
 
 def reference(folder: Path, answers: dict[str, list[list[int]]]) -> dict[str, list[list[tuple[float, float]]]]:
