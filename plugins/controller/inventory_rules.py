@@ -489,15 +489,27 @@ def _sources(get: _Effective) -> Iterator[Problem]:
 
 
 def _source(get: _Effective, name: str, member: str, source: Mapping[str, Any]) -> Iterator[Problem]:
-    repo, path, revision = source.get("repo"), source.get("path"), source.get("revision")
-    if bool(repo) == bool(path):
-        yield get.problem(name, "must have either repo or path", "name one of the two", member=member)
+    repo, path, url, revision = (source.get(key) for key in ("repo", "path", "url", "revision"))
+    if sum(map(bool, (repo, path, url))) != 1:
+        yield get.problem(name, "must have one of repo, url and path", "name one of the three", member=member)
+    if url and not re.fullmatch(r"(https?|rsync)://[^\s/]+/\S*", url):
+        yield get.problem(
+            name,
+            f"is {_show(url, {})}",
+            "write https://, http:// or rsync:// with host and folder",
+            member=f"{member}.url",
+        )
     if repo and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         yield get.problem(name, f"is {_show(repo, {})}", "write owner/name", member=f"{member}.repo")
     if path and not Path(path).is_absolute():
         yield get.problem(name, f"is {_show(path, {})}", "write the whole path from /", member=f"{member}.path")
-    if repo and not revision:
-        yield get.problem(name, "has a repo and no revision", "pin it to the 40 hex digits of a commit", member=member)
+    if (repo or url) and not revision:
+        yield get.problem(
+            name,
+            f"has a {'repo' if repo else 'url'} and no revision",
+            "pin it to the 40 hex digits of a commit",
+            member=member,
+        )
     if revision is not None and not re.fullmatch(r"[0-9a-f]{40}", revision):
         yield get.problem(
             name,

@@ -257,7 +257,7 @@ BROKEN = {
     ),
     "neither_repo_nor_path": (
         {"model_fetch_sources": [{"licence": "none"}]},
-        "model_fetch_sources[0] must have either repo or path: name one of the two.",
+        "model_fetch_sources[0] must have one of repo, url and path: name one of the three.",
     ),
     "licence_by_another_name": (
         {"model_fetch_accept_licences": ["Apache"]},

@@ -26,6 +26,12 @@ COMMANDS = {
     "doctor": ("glm_vllm_overlay.node.doctor", "say what is wrong with this node, or with a recorded one"),
     "status": ("glm_vllm_overlay.node.status", "show both nodes on one screen"),
     "check-config": ("glm_vllm_overlay.node.check_config", "compare a serve.yaml with what vLLM's parser makes of it"),
+    "verify": ("glm_vllm_overlay.node.verify", "compare every byte of the weights with their manifest"),
+    "fetch": ("glm_vllm_overlay.node.fetch", "bring what is missing or wrong of a model"),
+    "manifest": (
+        "glm_vllm_overlay.node.manifest",
+        "list a model's files with size and SHA-256, from a folder or the hub",
+    ),
     "inspect": ("glm_vllm_overlay.inspect", "read a checkpoint's headers and say whether this overlay can serve it"),
     "plan": ("glm_vllm_overlay.plan.command", "say what a node's memory would be used for and whether it fits"),
     "build": ("glm_vllm_overlay.build", "compile the kernels that the engine's experts run on"),

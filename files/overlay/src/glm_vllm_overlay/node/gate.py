@@ -22,6 +22,7 @@ from glm_vllm_overlay.node import paths as node_paths
 from glm_vllm_overlay.node import release, state, units
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 from glm_vllm_overlay.node.files import read_json, write_atomically
+from glm_vllm_overlay.node.model import changed_since_verified
 from glm_vllm_overlay.node.paths import Paths
 from glm_vllm_overlay.node.peer import Silent, ask_peer
 from glm_vllm_overlay.node.settings import VARIABLES, Node, Settings
@@ -82,7 +83,7 @@ class Gate:
             self.wait(problem, began, MEMORY_PATIENCE)
 
     def weights(self, speculator: str) -> None:
-        """Refuse weights that were never verified, or a drafter that is missing."""
+        """Refuse weights that are not those that were verified, or a drafter that is missing."""
         deployment = read_json(self.paths.deployment)
         wanted = [deployment.get("model")] + ([deployment.get("drafter")] if speculator == "dflash2" else [])
         if None in wanted:
@@ -91,8 +92,10 @@ class Gate:
                 "or accept the drafter's licence in model_fetch_accept_licences"
             )
         for entry in wanted:
-            if not state.verified(entry):
-                raise Refusal(f"{state.weights(entry)} is not verified on {self.node.name}: run playbooks/weights.yml")
+            if reason := changed_since_verified(Path(entry["path"])):
+                raise Refusal(
+                    f"{state.weights(entry)} is not verified on {self.node.name} ({reason}): run playbooks/weights.yml"
+                )
 
     def meet(self, fabric: node_fabric.Fabric) -> dict:
         """Wait for the peer's gate; returns the peer's document once both belong together."""

@@ -1,8 +1,8 @@
 """What this node says about itself, and what the peer's watch is asked for.
 
 The document (`GET /v1/state`), schema 1: node, role, time, release, release_sha256, config_sha256,
-chat_template_sha256 (null where the checkpoint's own is used), environment, model, model_verified, drafter, executor,
-memory, phase, unit, session, rank, fabric, incident. It holds no secret.
+chat_template_sha256 (null where the checkpoint's own is used), environment, model, model_verified, drafter, transfer,
+executor, memory, phase, unit, session, rank, fabric, incident. It holds no secret.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ def phase(engine: dict[str, str], gate: dict[str, str]) -> str:
 def weights(entry: dict | None) -> str | None:
     """`name@revision` of a model or drafter of deployment.json."""
     return f"{entry['name']}@{entry['revision']}" if entry else None
+
+
+def transfer(paths: Paths) -> dict | None:
+    """How far `glm-vllm fetch` is here (`says` is one sentence), or None; what a killed one left does not count."""
+    found = read_json_if_there(paths.transfer)
+    return found if found and (paths.proc / str(found.get("pid"))).exists() else None
 
 
 def verified(entry: dict | None) -> bool:
@@ -135,6 +141,7 @@ def own(paths: Paths, node: Node | None = None) -> dict:
         "model": weights(model),
         "model_verified": verified(model),
         "drafter": weights(deployment.get("drafter")),
+        "transfer": transfer(paths),
         "executor": node.executor,
         "memory": memory(node.meminfo),
         "phase": phase(engine, gate),

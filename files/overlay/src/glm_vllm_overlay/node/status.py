@@ -70,7 +70,10 @@ def notes(document: dict) -> list[str]:
     if "unreachable" in document:
         return [f"{name}: no answer ({document['unreachable']})"]
     says = document["session"]["says"] if document["phase"] == "gate" else document["unit"]["outcome"]
-    return ([f"{name}: {says}"] if says else []) + [f"{name} last incident: {incident_text(document['incident'])}"]
+    lines = [f"{name}: {says}"] if says else []
+    if document.get("transfer"):
+        lines.append(f"{name}: {document['transfer']['says']}")
+    return [*lines, f"{name} last incident: {incident_text(document['incident'])}"]
 
 
 def table(documents: list[dict]) -> str:
