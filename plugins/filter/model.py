@@ -10,7 +10,7 @@ def label(source: dict[str, Any]) -> str:
     """A source as one word: repo@revision, or the path."""
     if source.get("repo"):
         return f"{source['repo']}@{source.get('revision', '')[:8]}"
-    return str(source.get("path"))
+    return str(source.get("path") or source.get("url"))
 
 
 def model_licensed(sources: list[dict[str, Any]], accepted: list[str]) -> list[dict[str, Any]]:
@@ -21,7 +21,12 @@ def model_licensed(sources: list[dict[str, Any]], accepted: list[str]) -> list[d
 def model_refused(sources: list[dict[str, Any]], accepted: list[str]) -> list[str]:
     """Licence and source, as "licence (source)", of every source that may not be used."""
     allowed = model_licensed(sources, accepted)
-    return [f"{s['licence']} ({label(s)})" for s in sources if s not in allowed]
+    return model_used([s for s in sources if s not in allowed])
+
+
+def model_used(sources: list[dict[str, Any]]) -> list[str]:
+    """Licence and source, as "licence (source)", of every source."""
+    return [f"{s['licence']} ({label(s)})" for s in sources]
 
 
 def model_entry(chosen: dict[str, Any] | None) -> dict[str, str] | None:
@@ -35,4 +40,9 @@ class FilterModule:
     """Filters of model-fetch."""
 
     def filters(self) -> dict[str, Any]:
-        return {"model_licensed": model_licensed, "model_refused": model_refused, "model_entry": model_entry}
+        return {
+            "model_licensed": model_licensed,
+            "model_refused": model_refused,
+            "model_used": model_used,
+            "model_entry": model_entry,
+        }

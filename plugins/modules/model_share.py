@@ -14,12 +14,9 @@ options:
   state: {description: Whether the daemon runs., type: str, choices: [present, absent], required: true}
   path: {description: Folder to serve., type: path}
   rails:
-    description: Where to listen, and for whom.
+    description: "The rails of fabric.json: C(address) to listen on and C(peer) to admit there; other keys are ignored."
     type: list
     elements: dict
-    options:
-      address: {description: Address to listen on., type: str, required: true}
-      peer: {description: Address to admit., type: str, required: true}
   port: {description: Port., type: int, default: 8730}
 author: [glm-vllm]
 """
@@ -120,14 +117,7 @@ def main() -> None:
         argument_spec={
             "state": {"type": "str", "choices": ["present", "absent"], "required": True},
             "path": {"type": "path"},
-            "rails": {
-                "type": "list",
-                "elements": "dict",
-                "options": {
-                    "address": {"type": "str", "required": True},
-                    "peer": {"type": "str", "required": True},
-                },
-            },
+            "rails": {"type": "list", "elements": "dict"},
             "port": {"type": "int", "default": 8730},
         },
         required_if=[("state", "present", ("path", "rails"))],

@@ -58,7 +58,8 @@ def test_the_peer_gets_the_whole_document(node, watching):
     assert set(document) == {
         "schema", "node", "role", "time", "release", "release_sha256", "config_sha256", "chat_template_sha256",
         "environment", "model",
-        "model_verified", "drafter", "executor", "memory", "phase", "unit", "session", "rank", "fabric", "incident",
+        "model_verified", "drafter", "transfer",
+        "executor", "memory", "phase", "unit", "session", "rank", "fabric", "incident",
     }  # fmt: skip
     assert document["schema"] == 1
     assert (document["node"], document["role"], document["executor"]) == ("spark-a", "head", "mp")

@@ -137,8 +137,8 @@ class Tool(Child):
             return out
         if self.stopped:
             raise Trouble("stalled", "it was ended")
-        last = (err.strip().splitlines() or [f"{command[0]} ended with {self.process.returncode}"])[-1]
-        raise Trouble("disk" if "No space left" in err else self.kind(self.process.returncode, last), last)
+        said = (err.strip().splitlines() or [f"{command[0]} ended with {self.process.returncode}"])[0]
+        raise Trouble("disk" if "No space left" in err else self.kind(self.process.returncode, said), said)
 
     def bring(self, name: str, want: dict[str, Any], part: Path) -> None:
         if part.exists() and part.stat().st_size > want["size"]:
