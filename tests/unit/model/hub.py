@@ -34,7 +34,11 @@ def checkpoint(shards: int = 4, size: int = 200_000, seed: int = 1) -> dict[str,
 
 @dataclass
 class Hub:
-    """One repository at one commit. `faults`: name → function(handler, data) that answers a GET in its own way."""
+    """One repository at one commit.
+
+    `begun`: names, and the byte from which they were asked for. `faults`: name → function(handler, data) that answers
+    a GET in its own way.
+    """
 
     files: dict[str, bytes] = field(default_factory=checkpoint)
     etags: dict[str, str] = field(default_factory=dict)
@@ -46,6 +50,7 @@ class Hub:
     pause: float = 0.0
     served: dict[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    begun: set[tuple[str, int]] = field(default_factory=set)
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> Hub:
@@ -127,6 +132,7 @@ class Handler(BaseHTTPRequestHandler):
     def send(self, name: str, data: bytes, headers: dict[str, str] | None = None, until: int | None = None) -> None:
         """Send a file from where the client asks; with `until`, close the connection there, whatever was promised."""
         first = int((re.match(r"bytes=(\d+)-", self.headers.get("Range") or "") or [0, 0])[1])
+        self.hub.begun.add((name, first))
         self.send_response(206 if first else 200)
         if first:
             self.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")

@@ -130,11 +130,12 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def killed_at_random(node: Node, hub: Hub, times: int) -> int:
-    """Kill a fetch that many times; returns the bytes that the hub sent beyond the model's own."""
+def killed_at_random(node: Node, hub: Hub, times: int) -> None:
+    """Kill a fetch that many times: each run goes on at the byte where the one before it ended."""
     choice = random.Random(5)
     hub.pause = 0.005
     job = node.job(hub)
+    torn = set()
     for _ in range(times):
         process = node.start(job)
         target, deadline = hub.total() + choice.randrange(1, 900_000), time.monotonic() + 20
@@ -143,23 +144,27 @@ def killed_at_random(node: Node, hub: Hub, times: int) -> int:
         kill(process)
         assert process.returncode == -signal.SIGKILL
         assert not node.verified(), "a broken run left the flag"
+        parts = [path for path in (node.folder / ".partial").glob("*") if path.is_file()]
+        torn = {
+            (path.name, path.stat().st_size) for path in parts if 0 < path.stat().st_size < len(hub.files[path.name])
+        }
     hub.pause = 0
+    hub.begun.clear()
     code, answer, err = node.run(job)
     assert (code, answer.get("verified")) == (0, True), err
     assert node.whole(hub)
-    return hub.total() - sum(len(data) for name, data in hub.files.items() if not name.startswith("."))
+    assert torn, "it was never killed in the middle of a file"
+    assert torn <= hub.begun
 
 
 def test_a_killed_fetch_goes_on_where_it_was(node):
     with Hub(files=checkpoint(size=3_000_000)) as hub:
-        again = killed_at_random(node, hub, 2)
-        # what was on its way to each of two streams: one chunk, and what the sockets hold
-        assert again < 2 * 2 * 3 * 2**18, again
+        killed_at_random(node, hub, 2)
 
 
 @pytest.mark.full
 def test_killed_at_twenty_random_points(node):
-    with Hub(files=checkpoint(size=3_000_000)) as hub:
+    with Hub(files=checkpoint(size=4_000_000)) as hub:
         killed_at_random(node, hub, 20)
 
 
@@ -260,14 +265,14 @@ def test_a_stream_that_stands_still_is_begun_anew(node, hub):
             return handler.send(SHARD, data)
         stood.append(1)
         handler.send(SHARD, data, until=2**17)
-        time.sleep(6)
+        time.sleep(20)
         return None
 
     hub.faults[SHARD] = stand
     began = time.monotonic()
-    code, answer, err = node.run(node.job(hub, stall=1.5))
+    code, answer, err = node.run(node.job(hub, stall=2))
     assert (code, answer.get("verified")) == (0, True), err
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 20
 
 
 def test_a_revision_without_weights_or_with_too_few_is_refused(node):

@@ -50,6 +50,9 @@ class Child:
     process: subprocess.Popen[str] | None = None
     stopped = False
 
+    def prepare(self) -> None:
+        """What takes time before the first byte can be expected."""
+
     def stop(self) -> None:
         """End the process, at once."""
         self.stopped = True
@@ -63,23 +66,30 @@ class Hub(Child):
     def __init__(self, origin: dict[str, Any]) -> None:
         self.origin = origin
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One request to a child process, which is started when there is none."""
+    def prepare(self) -> None:
+        """Start the child process when there is none, and wait until it has loaded the client."""
         self.stopped = False
-        if self.process is None or self.process.poll() is not None:
-            code = Path(glm_vllm_overlay.__file__).parent.parent  # a folder, or the zipapp
-            given = environment(self.origin.get("proxy", "")) | {"PYTHONPATH": str(code), "HF_HUB_DISABLE_XET": "1"}
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", "from glm_vllm_overlay.node.hub import main; main()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=given,
-            )
+        if self.process is not None and self.process.poll() is None:
+            return
+        code = Path(glm_vllm_overlay.__file__).parent.parent  # a folder, or the zipapp
+        given = environment(self.origin.get("proxy", "")) | {"PYTHONPATH": str(code), "HF_HUB_DISABLE_XET": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from glm_vllm_overlay.node.hub import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=given,
+        )
+        self.ask({"do": "nothing"})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request to the child process."""
+        assert self.process
         fields = {key: self.origin.get(key) or "" for key in ("repo", "revision", "endpoint", "token")}
         try:
-            assert self.process.stdin and self.process.stdout
+            assert self.process.stdin
+            assert self.process.stdout
             self.process.stdin.write(json.dumps(request | fields) + "\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
@@ -99,6 +109,7 @@ class Hub(Child):
 
     def listing(self) -> dict[str, Any]:
         """The repository's files as wanted files."""
+        self.prepare()
         return self.ask({"do": "list"})["files"]
 
 

@@ -192,9 +192,10 @@ class Bringing:
         fruitless = wrong = 0
         while True:
             before = part.stat().st_size if part.exists() else 0
-            stream.size, stream.since, stream.part = before, time.monotonic(), part
             trouble = None
             try:
+                stream.carrier.prepare()
+                stream.size, stream.since, stream.part = before, time.monotonic(), part
                 stream.carrier.bring(name, want, part)
             except Trouble as error:
                 trouble = error

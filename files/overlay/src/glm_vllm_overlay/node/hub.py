@@ -104,7 +104,11 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = missing if hub is None else {"list": listing, "get": get}[request["do"]](hub, request)
+            answer = (
+                missing
+                if hub is None
+                else {"list": listing, "get": get, "nothing": lambda *_: {"ok": True}}[request["do"]](hub, request)
+            )
         except Exception as error:  # the client raises its own, its HTTP library's and the system's errors
             answer = trouble(error)
         print(json.dumps(answer), flush=True)
