@@ -296,7 +296,7 @@ NODE = {
     "healthy, another card": (foreign_card, set()),
     "healthy, hardware names the port": (hardware_says, set()),
     "healthy, a second address on a rail": (
-        lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v4("192.168.100.200"))) and moved(0, 8, HCAS[0])(b) or gid(HCAS[0], 9, mapped("192.168.100.200"))(b),
+        steps(lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v4("192.168.100.200"))), gid(HCAS[0], 9, mapped("192.168.100.200"))),
         {"F11 info"},
     ),
     "healthy, IPv6 beside IPv4": (lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v6("2001:db8::1"))), set()),
@@ -332,6 +332,7 @@ NODE = {
     "healthy, two ranks' collective": (collective("22.4"), set()),
     "healthy, a small collective": (collective("1.2", size=1048576), set()),
     "healthy, hits in the prefix cache": (hit_rates(*["0.0"] * 25, "41.5"), set()),
+    "healthy, nothing to hit": (steps(hit_rates(*["0.0"] * 25), lambda b: b.edit("engine.log", lambda t: t.replace("Running: 1", "Running: 0"))), set()),
     "healthy, no speculation and no hits": (hit_rates(*["0.0"] * 25, speculation=False), set()),
     "healthy, pinned to its own index": (append("nccl.log", "NCCL INFO NCCL_IB_GID_INDEX set by environment to 3."), set()),
     "healthy, explicit KV bytes with room left": (append("engine.log", "This does not respect the gpu_memory_utilization config."), set()),
@@ -480,6 +481,8 @@ NODE = {
     # driver and identity
     "F45 590": (put("nvidia-smi.csv", "NVIDIA GB10, [N/A], 590.48.01\n"), {"F45 warn"}),
     "F45 with a heading": (put("nvidia-smi.csv", "name, memory.total [MiB], driver_version\nNVIDIA GB10, [N/A], 610.57.04\n"), {"F45 warn"}),
+    "F45 by the table alone": (
+        steps(drop("nvidia-smi.csv"), append("nvidia-smi-table.txt", "| NVIDIA-SMI 610.57.04   Driver Version: 610.57.04   CUDA Version: 13.3 |")), {"F45 warn"}),
     "F69 no name": (take("nvidia-smi.csv", "nvidia_smi/query_mem_na.csv"), {"F69 warn"}),
     "F69 no GPU": (take("nvidia-smi.csv", "nvidia_smi/no_devices.txt"), {"F69 stop"}),
     "F72 a serial number": (put("dgx-release", 'DGX_NAME="DGX Spark"\nDGX_SERIAL_NUMBER=1234567890\n'), set()),  # in ALWAYS
@@ -575,7 +578,8 @@ def small_end(a, b):
 
 PAIR = {
     "healthy": (first(nothing), set()),
-    "healthy, containers' bridge on both": (first(nothing), set()),
+    "healthy, one bridge's address on both": (
+        both(lambda b: b.ip(lambda e: e.update(l4tbr0=dict(e["docker0"]) | {"ifname": "l4tbr0", "addr_info": [v4("192.168.55.1")]}))), set()),
     "healthy, one GID index": (second(moved(5, 3, *HCAS)), {"-F11 info", "-F12 info"}),
     "F04 other sockets": (second(port_one), {"F04 warn"}),
     "F12 pinned": (both(append("nccl.log", "NCCL INFO NCCL_IB_GID_INDEX set by environment to 3.")), {"F12 stop", "-F12 info", "F11 stop", "-F11 info"}),

@@ -185,7 +185,9 @@ def gpus(evidence: Evidence) -> list[list[str]]:
 
 def driver(evidence: Evidence) -> str:
     """The driver's version; "" when it is not known."""
-    return next((row[2] for row in gpus(evidence) if re.match(r"^\d{3,}\.\d+", row[2])), "")
+    told = [row[2] for row in gpus(evidence) if re.match(r"^\d{3,}\.\d+", row[2])]
+    table = re.search(r"Driver Version\s*:\s*(\d{3,}\.[\d.]+)", evidence.text("nvidia-smi-table.txt") or "")
+    return next(iter([*told, *([table[1]] if table else [])]), "")
 
 
 def driver_branch(evidence: Evidence) -> Hit | None:
@@ -193,7 +195,10 @@ def driver_branch(evidence: Evidence) -> Hit | None:
     version = driver(evidence)
     if not version or version.startswith("580."):
         return None
-    return Hit(f"The driver is {version}, not of branch 580.", f"nvidia-smi.csv: {version}")
+    return Hit(f"The driver is {version}, not of branch 580.", f"nvidia-smi: {version}")
+
+
+NO_FIGURE = "nvidia-smi has no memory figure, as is normal on GB10: /proc/meminfo has it."
 
 
 def no_memory_figure(evidence: Evidence) -> Hit | None:
@@ -207,8 +212,9 @@ def no_memory_figure(evidence: Evidence) -> Hit | None:
         if row[0] in ("[N/A]", "N/A", "[Not Supported]"):
             return Hit("nvidia-smi does not tell the GPU's name.", shown, "warn")
         if row[1] in ("[N/A]", "N/A", "[Not Supported]", "Not Supported"):
-            return Hit("nvidia-smi has no memory figure, as is normal on GB10: /proc/meminfo has it.", shown)
-    return None
+            return Hit(NO_FIGURE, shown)
+    row = next(evidence.lines("nvidia-smi-table.txt", "| Not Supported"), "")
+    return Hit(NO_FIGURE, f"nvidia-smi-table.txt: {row}") if row and not gpus(evidence) else None
 
 
 def release_file(evidence: Evidence) -> Hit | None:
@@ -243,7 +249,9 @@ def tuning(evidence: Evidence) -> Hit | None:
 
 def no_prefix_hits(evidence: Evidence) -> Hit | None:
     """R9: with speculation on, no prefix was ever found in the cache."""
-    lines = [line for line in evidence.lines("engine.log", "Prefix cache hit rate:") if "Running:" in line]
+    lines = [
+        line for line in evidence.lines("engine.log", "Prefix cache hit rate:") if re.search(r"Running: [1-9]", line)
+    ]
     rates = re.findall(r"Prefix cache hit rate: (\d+(?:\.\d+)?)%", "\n".join(lines))
     if len(rates) < 20 or any(float(rate) > 0 for rate in rates):
         return None

@@ -15,7 +15,9 @@ from glm_vllm_overlay.node.hits import LOGS, Hit, matching
 from glm_vllm_overlay.node.measurements import FLOOR, measured
 
 ANSWERS = {"REACHABLE", "STALE", "DELAY", "PROBE", "PERMANENT"}
-VIRTUAL = re.compile(r"^(lo|docker|br-|veth|virbr|cni|flannel|cali|cilium|kube|podman|lxc|lxd|tailscale|wg|tun|tap)")
+VIRTUAL = re.compile(
+    r"^(lo|docker|br-|veth|virbr|cni|flannel|cali|cilium|kube|podman|lxc|lxd|l4tbr|usb|rndis|tailscale|wg|tun|tap)"
+)
 
 
 def entry_of(evidence: Evidence, netdev: str) -> dict:
