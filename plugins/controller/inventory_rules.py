@@ -38,6 +38,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "glm_vllm_overlay_connection_limit": (1, 1000),
     "glm_vllm_overlay_reload_timeout": (1, 3600),
     "glm_vllm_overlay_reserve_bytes": (GIB, 64 * GIB),
+    "glm_vllm_overlay_guard_bytes": (GIB // 4, 64 * GIB),
+    "glm_vllm_overlay_guard_pressure": (1, 101),
     "glm_vllm_overlay_ablation_alpha": (0.01, 2),
     "ray_cluster_port": (1024, 65535),
     "ray_cluster_object_store_bytes": (75 * 2**20, 16 * GIB),
@@ -327,6 +329,7 @@ def _combinations(inventory: Inventory, schema: Schema, nodes: Sequence[str], ba
     yield from _engine(get)
     yield from _ablation(get)
     yield from _gateway(get)
+    yield from _guard(get)
     yield from _ports(get)
     yield from _extra_args(get, schema.refuse_argument)
     yield from _sources(get)
@@ -421,6 +424,16 @@ def _gateway(get: _Effective) -> Iterator[Problem]:
                 "write a network such as 192.168.0.0/16, without host bits",
                 member=f"[{index}]",
             )
+
+
+def _guard(get: _Effective) -> Iterator[Problem]:
+    floor, reserve = get["glm_vllm_overlay_guard_bytes"], get["glm_vllm_overlay_reserve_bytes"]
+    if floor is not None and reserve is not None and floor > reserve:
+        yield get.problem(
+            "glm_vllm_overlay_guard_bytes",
+            f"is {floor}, more than glm_vllm_overlay_reserve_bytes ({reserve}), so nothing would be warned of",
+            "give a smaller one",
+        )
 
 
 def _certificate(get: _Effective) -> Iterator[Problem]:

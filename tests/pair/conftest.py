@@ -16,6 +16,7 @@ ORDER = (
     "test_site",
     "test_nodes",
     "test_api",
+    "test_doors",
     "test_smoke",
     "test_support",
     "test_kernels",

@@ -154,6 +154,16 @@ def test_messages_endpoint_takes_anthropic_clients(endpoint: bed.Endpoint) -> No
     assert "".join(part.get("text", "") for part in reply.json()["content"]).strip() == pair.ANSWER
 
 
+@pytest.mark.full
+def test_responses_endpoint(endpoint: bed.Endpoint) -> None:
+    """Fails when OpenAI's newer API is closed, or says another thing than the older."""
+    body = {"model": bed.MODEL, "input": pair.QUESTION, "max_output_tokens": 64, "temperature": 0}
+    reply = endpoint.post("/v1/responses", json=body)
+    assert reply.status_code == 200
+    spoken = [part["text"] for item in reply.json()["output"] if item["type"] == "message" for part in item["content"]]
+    assert "".join(spoken).strip() == pair.ANSWER
+
+
 # ---- parsers -----------------------------------------------------------------------------------------
 TOOL = {
     "type": "function",

@@ -54,7 +54,9 @@ def status_of(node: str, url: str) -> str:
 # ---- units -----------------------------------------------------------------------------------------
 def test_units_run_now_and_after_a_reboot(node: Host) -> None:
     """Fails when a unit is not enabled, not running, or ran into a restart."""
-    units = [unit(node), "glm-vllm-watch", "glm-vllm-firewall"] + (["nginx"] if name(node) == bed.HEAD else [])
+    units = [unit(node), "glm-vllm-watch", "glm-vllm-guard", "glm-vllm-firewall"] + (
+        ["nginx"] if name(node) == bed.HEAD else []
+    )
     for each in units:
         service = node.service(each)
         assert service.is_enabled and service.is_running, each
@@ -63,7 +65,7 @@ def test_units_run_now_and_after_a_reboot(node: Host) -> None:
 
 def test_what_listens_is_not_root(node: Host) -> None:
     """Fails when the engine or the state service runs as root, or the state service can no longer note an incident."""
-    for each in (unit(node), "glm-vllm-watch"):
+    for each in (unit(node), "glm-vllm-watch", "glm-vllm-guard"):
         pid = pair.show(name(node), each, "MainPID")["MainPID"]
         assert node.check_output(f"ps -o user= -p {pid}") == "glm-vllm", each
     assert node.run("setpriv --reuid=glm-vllm --regid=glm-vllm --clear-groups test -w /var/lib/glm-vllm/watch").rc == 0
@@ -133,6 +135,8 @@ def test_modes_on_both_nodes(node: Host, path: str, mode: int, user: str, group:
     [
         ("/etc/glm-vllm/api-keys", 0o600, "root", "root"),
         ("/etc/nginx/glm-vllm/keys.map", 0o640, "root", "root"),
+        ("/etc/glm-vllm/tls/ca.key", 0o600, "root", "root"),
+        ("/etc/glm-vllm/tls/server.key", 0o600, "root", "root"),
         ("/run/glm-vllm/api.sock", 0o660, "glm-vllm", "www-data"),
     ],
 )
@@ -231,8 +235,9 @@ def test_engine_listens_on_its_socket_only(head: Host, worker: Host) -> None:
     api = f"http://{bed.NET}.11"
     for port in (8000, 8080):
         assert status_of(bed.WORKER, f"{api}:{port}/v1/models") == "000"
-    assert head.socket("tcp://0.0.0.0:8888").is_listening
-    assert not worker.socket("tcp://0.0.0.0:8888").is_listening
+    for port in (8888, 8443):
+        assert head.socket(f"tcp://0.0.0.0:{port}").is_listening
+        assert not worker.socket(f"tcp://0.0.0.0:{port}").is_listening
     assert "nginx" in head.check_output("ss -Hltnp 'sport = :8888'")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,27 @@ def test_worker_without_power_then_both_reboot() -> None:
 
 
 @pytest.mark.full
+def test_memory_runs_out() -> None:
+    """One start of the engine. Fails when the guard lets it happen, when the incident does not say who used it, or when
+    the gate lets the engine start before there is room."""
+    before = pair.starts()
+    try:
+        bed.twin("meminfo", bed.WORKER, "1000000")
+        pair.wait_for(lambda: pair.health() == 503, 60, "the pair leaves service")
+        pair.wait_for(lambda: "has 1.0 available" in says(bed.WORKER), 60, "the gate says what is missing")
+        assert pair.health() == 503
+    finally:
+        bed.twin("meminfo", bed.WORKER, "119500000")
+    pair.wait_until_serving()
+    assert all(pair.starts()[node] != before[node] for node in pair.NODES)
+    incident = pair.wait_for(lambda: over(bed.state(bed.WORKER)["incident"]), 20, "the incident is over")
+    assert re.match(
+        r"the memory guard ended the engine: 0\.95 GiB are available, less than 1\.50; in GiB: VLLM::", incident["what"]
+    )
+    assert incident["what"] in status()
+
+
+@pytest.mark.full
 def test_reboot_of_both_while_they_serve() -> None:
     """One start of the engine. Fails when an orderly reboot leaves a unit behind that does not start."""
     before = pair.starts()
@@ -122,7 +144,7 @@ def test_restart_lets_a_running_request_end() -> None:
     with bed.Endpoint() as endpoint, endpoint.post("/v1/completions", json=question, stream=True) as reply:
         lines = (line for line in reply.iter_lines() if line.startswith(b"data: {"))
         assert next(lines)
-        restart()
+        assert "1 request ended first" in restart().output
         *_, last = lines
     assert json.loads(last.removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
     assert bed.state(bed.WORKER)["incident"] == incident
@@ -165,8 +187,9 @@ def test_rerun_after_a_wrong_wheel_serves_the_new_release(tmp_path: Path) -> Non
     assert bed.state(bed.HEAD)["release"] == old
 
 
-def restart() -> None:
+def restart() -> pair.Run:
     """Restart both engines, as playbooks/restart.yml does, and wait."""
     run = pair.run_playbook("playbooks/restart.yml")
     assert run.status == 0, run.failures()
     pair.wait_until_serving()
+    return run

@@ -60,27 +60,46 @@ class Site:
     site: str
 
 
+# Path -> what comes first and what comes when the test lets it, as OpenAI's and Anthropic's clients read them
+STREAMS = {
+    "/v1/stream": ("one", "two"),
+    "/v1/chat/completions": ('data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "data: [DONE]\n\n"),
+    "/v1/responses": (
+        'event: response.output_text.delta\ndata: {"type": "response.output_text.delta", "delta": "a"}\n\n',
+        'event: response.completed\ndata: {"type": "response.completed"}\n\n',
+    ),
+    "/v1/messages": (
+        'event: message_start\ndata: {"type": "message_start"}\n\n',
+        'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+    ),
+}
+
+
 class Engine(http.server.BaseHTTPRequestHandler):
     """What the gateway speaks to: echoes what it got, or streams two chunks with a pause that the test ends."""
 
     protocol_version = "HTTP/1.1"
     go_on = threading.Event()
+    asked: tuple[dict[str, str], bytes]
 
     def do_GET(self) -> None:
         """Echo path, headers and the length of the body."""
         size = int(self.headers.get("Content-Length", 0))
-        left = size
+        left, text = size, b""
         while left:
-            left -= len(self.rfile.read(min(left, 1 << 20)))
-        if self.path == "/v1/stream":
+            text = self.rfile.read(min(left, 1 << 20))
+            left -= len(text)
+        if self.path in STREAMS:
+            Engine.asked = (dict(self.headers), text)
+            first, second = STREAMS[self.path]
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            self.wfile.write(b"3\r\none\r\n")
+            self.wfile.write(f"{len(first):x}\r\n{first}\r\n".encode())
             self.wfile.flush()
             self.go_on.wait(10)
-            self.wfile.write(b"3\r\ntwo\r\n0\r\n\r\n")
+            self.wfile.write(f"{len(second):x}\r\n{second}\r\n0\r\n\r\n".encode())
             return
         busy = self.path == "/v1/busy"
         body = json.dumps({"path": self.path, "headers": dict(self.headers), "size": size}).encode()
@@ -252,7 +271,7 @@ def gateway(keys):
         ({"x-api-key": f".*{KEY}"}, 401),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
 def test_only_the_right_key_opens(gateway, headers, status, path):
     """Every path but two asks for the key, in both header forms, in its own letter case."""
     assert gateway.ask(path, headers)[0] == status
@@ -352,6 +371,43 @@ def test_streams_are_not_held_back(gateway):
     _, answer = gateway.stream({"x-api-key": KEY})
     Engine.go_on.set()
     assert answer.read() == b"two"
+
+
+OPENAI = {"Authorization": f"Bearer {KEY}", "OpenAI-Organization": "me"}
+ANTHROPIC = {"x-api-key": KEY, "anthropic-version": "2023-06-01", "anthropic-beta": "tools"}
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/v1/chat/completions", OPENAI),
+        ("/v1/responses", OPENAI),
+        ("/v1/messages", ANTHROPIC),
+        ("/v1/messages", OPENAI),
+    ],
+)
+def test_what_clients_send_and_read(gateway, path, headers, secure):
+    """Body and headers come to the engine as they were sent, but for the key; each event comes when it was made."""
+    if secure:
+        connection = http.client.HTTPSConnection("127.0.0.1", gateway.https, timeout=10, context=trust(gateway.folder))
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=10)
+    body = json.dumps({"model": "m", "stream": True, "text": "größer \N{SNOWMAN}"}).encode()
+    first, second = (text.encode() for text in STREAMS[path])
+    Engine.go_on.clear()
+    connection.request("POST", path, body, headers | {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.getheader("Content-Type") == "text/event-stream"
+    assert answer.read(len(first)) == first
+    Engine.go_on.set()
+    assert answer.read() == second
+    got, text = Engine.asked
+    assert text == body
+    assert {name: got.get(name) for name in headers if name not in ("Authorization", "x-api-key")} == {
+        name: value for name, value in headers.items() if name not in ("Authorization", "x-api-key")
+    }
+    assert KEY not in str(got)
 
 
 def test_large_bodies_pass_and_larger_ones_are_told_so(gateway):

@@ -194,7 +194,7 @@ class Peer:
             "model_verified": True,
             "drafter": "drafter@rev1",
             "executor": "mp",
-            "memory": {"total": 128 * 1024**3, "available": 100 * 1024**3},
+            "memory": {"total": 128 * 1024**3, "available": 100 * 1024**3, "free": 90 * 1024**3},
             "phase": "gate",
             "unit": {
                 "name": "glm-vllm-worker",

@@ -69,7 +69,9 @@ def test_a_cable_that_comes_late_is_waited_for(node, peer, glm_vllm):
 def test_memory_tells_need_have_and_largest(node, peer, glm_vllm):
     text = (FIXTURES / "meminfo/healthy.txt").read_text()
     (node.root / "proc/meminfo").write_text(text.replace("119500000", "100000000"))
-    assert refused(glm_vllm, node).startswith("needs 109.8 GiB, has 95.4; largest utilisation that starts here: 0.75 ")
+    assert refused(glm_vllm, node).startswith(
+        "needs 109.8 GiB, has 95.4 available (112.5 free); largest utilisation that starts here: 0.75 "
+    )
 
 
 def test_the_largest_utilisation_really_starts(node, peer, glm_vllm, monkeypatch):
@@ -90,11 +92,13 @@ def test_a_spark_full_of_page_cache_starts(node, peer, glm_vllm):
 def test_half_a_spark_does_not(node, peer, glm_vllm):
     shutil.copy(FIXTURES / "meminfo/spark_64gb.txt", node.root / "proc/meminfo")
     node.env(GLM_START_COST_BYTES=8 * 1024**3)
-    assert "needs 60.2 GiB, has 56.7; largest utilisation that starts here: 0.81" in refused(glm_vllm, node)
+    assert "needs 60.2 GiB, has 56.7 available (55.3 free); largest utilisation that starts here: 0.81" in refused(
+        glm_vllm, node
+    )
 
 
 def test_meminfo_is_read_where_node_env_says(node, peer, glm_vllm):
-    (node.root / "other").write_text("MemTotal: 100 kB\nMemAvailable: 1 kB\n")
+    (node.root / "other").write_text("MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 1 kB\n")
     node.env(GLM_MEMINFO=node.root / "other", GLM_START_COST_BYTES=0)
     assert "largest utilisation that starts here: 0.01" in refused(glm_vllm, node)
 

@@ -1,5 +1,6 @@
 """`glm-vllm serve` and `hold`: the command line, and real children that end, hang, or outlive their peer."""
 
+import errno
 import json
 import os
 import re
@@ -37,9 +38,13 @@ if "--uds" in sys.argv:
     door = socket.socket(socket.AF_UNIX)
     door.bind(sys.argv[sys.argv.index("--uds") + 1])
     door.listen()
+    if mode == "drains":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         caller = door.accept()[0]
-        caller.recv(4096)
+        if b"/health" not in caller.recv(4096):
+            caller.recv(4096)
+            sys.exit(0)
         status = "503 not yet" if (root / "unhealthy").exists() else "200 OK"
         caller.sendall(f"HTTP/1.1 {status}\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n".encode())
         caller.close()
@@ -261,11 +266,12 @@ def test_serves_and_stops_when_asked(node, peer, glm_vllm, manager):
         "utilisation 0.87",
         "serving",
         "compiled nothing at this start",
-        "stopped",
+        "stopped; no request ran",
     ]
     assert manager() == ["STATUS=loading", "READY=1", "STATUS=serving", "STOPPING=1", "STATUS=stopping"]
-    assert stale.is_socket()
-    assert stale.stat().st_mode & 0o777 == 0o660
+    left = stale.with_suffix(".draining")
+    assert not stale.exists() and left.is_socket()
+    assert left.stat().st_mode & 0o777 == 0o660
     assert not alive(started(node)["pid"])
 
 
@@ -343,6 +349,57 @@ def test_a_stubborn_engine_is_killed_with_its_helpers(node, peer, glm_vllm):
     while alive(helper):  # its death is the kernel's to carry out
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("span", "ending", "said"),
+    [("20s", True, r"ended first"), ("8s", False, r"had no more time"), ("infinity", True, r"ended first")],
+)
+def test_a_stop_lets_requests_end_and_takes_no_new_ones(node, peer, glm_vllm, manager, monkeypatch, span, ending, said):
+    """Who asks meanwhile finds no socket, which nginx words as 503; the last word says what was waited for."""
+    monkeypatch.setattr(serve, "END_SECONDS", 2.0)
+    (node.root / "proc/net").mkdir()
+    (node.root / "proc/net/unix").symlink_to("/proc/net/unix")
+    (node.root / "mode").write_text("drains")
+    node.unit("glm-vllm-head", TimeoutStopUSec=span)
+    path, client, late = node.root / "run/glm-vllm/api.sock", socket.socket(socket.AF_UNIX), []
+
+    def request() -> None:
+        client.connect(str(path))
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        ask_to_stop()
+        when(lambda: any("may end" in each for each in manager()), come_late)
+
+    def come_late() -> None:
+        with socket.socket(socket.AF_UNIX) as other:
+            late.append(other.connect_ex(str(path)))
+        time.sleep(0.3)
+        if ending:
+            client.close()
+
+    when(lambda: "READY=1" in manager(), request)
+    try:
+        code, out, _ = glm_vllm("serve")
+    finally:
+        client.close()
+    assert code == 0
+    assert out.splitlines()[-2] == "stopping: 1 request may end, new ones are sent away"
+    assert re.fullmatch(rf"stopped after \d+\.\d s; 1 request {said}", out.splitlines()[-1])
+    assert late == [errno.ENOENT]
+    assert "STATUS=stopping: 1 request may end" in manager()
+
+
+def test_the_memory_guard_s_word_is_the_start_s_last(node, peer, glm_vllm, manager, monkeypatch):
+    """Fails when an engine that the guard ended looks like one that someone stopped."""
+    monkeypatch.setenv("INVOCATION_ID", "own-start")
+    record = {"invocation_id": "own-start", "what": "the memory guard ended the engine: 0.9 GiB"}
+    (node.root / "var/lib/glm-vllm/watch").mkdir(exist_ok=True)
+    (node.root / "var/lib/glm-vllm/watch/memory.json").write_text(json.dumps(record))
+    when(lambda: "READY=1" in manager(), ask_to_stop)
+    code, _, err = glm_vllm("serve")
+    assert code == 1 and err == f"glm-vllm serve: {record['what']}\n"
+    assert f"STATUS={record['what']}" in manager()
+    assert not alive(started(node)["pid"])
 
 
 def restarted(document: dict) -> None:

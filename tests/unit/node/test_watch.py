@@ -67,7 +67,8 @@ def test_the_peer_gets_the_whole_document(node, watching):
     assert document["model_verified"] is True
     assert document["phase"] == "serving"
     assert document["environment"]["GLM_GPU_MEMORY_UTILIZATION"] == "0.87"
-    assert document["memory"] == {"total": 127535084 * 1024, "available": 119500000 * 1024}
+    memory = {"total": 127535084, "available": 119500000, "free": 118000000}
+    assert document["memory"] == {name: size * 1024 for name, size in memory.items()}
     assert [rail["address"] for rail in document["fabric"]["rails"]] == [node.address]
     assert len(document["config_sha256"]) == len(document["release_sha256"]) == 64
 

@@ -191,6 +191,11 @@ BROKEN = {
         {"glm_vllm_overlay_kv_cache_memory_bytes": True},
         "glm_vllm_overlay_kv_cache_memory_bytes is true: write auto, or the bytes as a whole number without quotes.",
     ),
+    "guard_before_its_warning": (
+        {"glm_vllm_overlay_guard_bytes": 2147483648, "glm_vllm_overlay_reserve_bytes": 1073741824},
+        "glm_vllm_overlay_guard_bytes is 2147483648, more than glm_vllm_overlay_reserve_bytes (1073741824), "
+        "so nothing would be warned of: give a smaller one.",
+    ),
     "certificate_name_with_a_space": (
         {"glm_vllm_overlay_tls_names": ["198.51.100.7", "my head"]},
         'glm_vllm_overlay_tls_names[1] is the text "my head": write a host name or an address.',

@@ -22,6 +22,7 @@ COMMANDS = {
     "gate": ("glm_vllm_overlay.node.gate", "wait until this node and its peer may start together"),
     "hold": ("glm_vllm_overlay.node.hold", "keep a Ray worker node in service while its peer lives"),
     "watch": ("glm_vllm_overlay.node.watch", "answer the peer's questions about this node and note incidents"),
+    "guard": ("glm_vllm_overlay.node.guard", "end the engine before this node's memory runs out"),
     "fabric": ("glm_vllm_overlay.node.fabric", "resolve the fabric rails and write fabric.env"),
     "doctor": ("glm_vllm_overlay.node.doctor", "say what is wrong with this node, or with a recorded one"),
     "status": ("glm_vllm_overlay.node.status", "show both nodes on one screen"),

@@ -133,8 +133,9 @@ def memory_problem(memory: dict[str, int], utilisation: float, start_cost: int) 
         return ""
     largest = max(0, floor((memory["available"] - start_cost) / memory["total"] * 100)) / 100
     return (
-        f"needs {needed / GIB:.1f} GiB, has {memory['available'] / GIB:.1f}; largest utilisation that starts here: "
-        f"{largest:.2f} (end what else uses memory, or set glm_vllm_overlay_gpu_memory_utilization)"
+        f"needs {needed / GIB:.1f} GiB, has {memory['available'] / GIB:.1f} available "
+        f"({memory['free'] / GIB:.1f} free); largest utilisation that starts here: {largest:.2f} "
+        "(end what else uses memory, or set glm_vllm_overlay_gpu_memory_utilization)"
     )
 
 

@@ -12,7 +12,7 @@ from glm_vllm_overlay.node import units
 from glm_vllm_overlay.node.errors import Refusal
 from glm_vllm_overlay.node.notify import notify
 from glm_vllm_overlay.node.peer import POLL
-from glm_vllm_overlay.node.serve import bond, stop_signal
+from glm_vllm_overlay.node.serve import bond, memory_reason, stop_signal
 from glm_vllm_overlay.node.settings import Node
 
 
@@ -37,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
             ready = True
             notify("READY=1", "STATUS=serving")
             print("serving", flush=True)
+    if reason := memory_reason(paths):
+        notify(f"STATUS={reason}")
+        raise Refusal(reason)
     notify("STOPPING=1", "STATUS=stopping")
     print(json.dumps({"schema": 1, "ok": True, "message": "stopped"}) if args.json else "stopped")
     return 0

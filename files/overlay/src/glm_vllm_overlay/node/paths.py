@@ -26,6 +26,7 @@ class Paths:
         self.deployment = self.home / "deployments/current/deployment.json"
         self.measurements = self.home / "fabric"
         self.incident = self.home / "watch/incident.json"
+        self.memory_record = self.home / "watch/memory.json"
         self.releases = self.root / "opt/glm-vllm/releases"
         self.drop_caches = self.root / "usr/local/sbin/glm-vllm-drop-caches"
         self.proc = self.root / "proc"

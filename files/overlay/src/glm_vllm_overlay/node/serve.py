@@ -19,7 +19,7 @@ from glm_vllm_overlay.node import fabric as node_fabric
 from glm_vllm_overlay.node import paths as node_paths
 from glm_vllm_overlay.node import release, state, units
 from glm_vllm_overlay.node.errors import Refusal, Unusable
-from glm_vllm_overlay.node.files import read_json, read_json_if_there
+from glm_vllm_overlay.node.files import read_json, read_json_if_there, read_line
 from glm_vllm_overlay.node.notify import notify
 from glm_vllm_overlay.node.paths import Paths
 from glm_vllm_overlay.node.peer import POLL, Bond
@@ -29,6 +29,8 @@ DRAFT_TOKENS = {"dflash2": 7, "mtp": 2}
 RAY_PATIENCE = 90.0
 # The peer is gone: nothing is left to drain, and NCCL would wait for it for minutes.
 LOST_PEER_PATIENCE = 10.0
+# The memory guard wants this engine gone; every second costs what is left.
+GUARD_PATIENCE = 2.0
 # Left of the unit's stop timeout for the kill itself, so that systemd sees a clean end.
 STOP_MARGIN = 5.0
 # What vLLM needs to end when its last request has ended, or has had all its time.
@@ -197,6 +199,36 @@ def supervise(child: Child, tie: Bond, node: Node, paths: Paths, stop: threading
     return ""
 
 
+def memory_reason(paths: Paths) -> str:
+    """Why the memory guard ended this start, or ""."""
+    kept = read_json_if_there(paths.memory_record)
+    return kept["what"] if kept.get("invocation_id") == os.environ.get("INVOCATION_ID") and kept else ""
+
+
+def requests_under_way(paths: Paths) -> int:
+    """Connections to the engine's socket, under whatever name it goes by now: nginx opens one a request."""
+    rows = (line.split() for line in read_line(paths.proc / "net/unix").splitlines())
+    return sum(row[5:] == ["03", row[6], str(paths.socket)] for row in rows if len(row) == 8)
+
+
+def drain(child: Child, paths: Paths, patience: float | None) -> str:
+    """End vLLM, which lets its requests end first; says in one sentence what was waited for."""
+    with contextlib.suppress(FileNotFoundError):
+        # Who comes now gets nginx's 503 with Retry-After; connections that are open stay so.
+        paths.socket.rename(paths.socket.with_suffix(".draining"))
+    number, began = requests_under_way(paths), time.monotonic()
+    requests = f"{number} request" + ("" if number == 1 else "s")
+    if number:
+        print(f"stopping: {requests} may end, new ones are sent away", flush=True)
+        notify(f"STATUS=stopping: {requests} may end")
+    child.stop(patience)
+    seconds = time.monotonic() - began
+    if not number:
+        return "stopped; no request ran"
+    cut = patience is not None and seconds >= patience - END_SECONDS
+    return f"stopped after {seconds:.1f} s; {requests} {'had no more time' if cut else 'ended first'}"
+
+
 def stop_patience(node: Node) -> float | None:
     """How long vLLM may take to finish its requests: the unit's stop timeout less a margin; None without a timeout."""
     span = units.seconds(units.show(node.unit)[node.unit].get("TimeoutStopUSec", "infinity"))
@@ -249,16 +281,21 @@ def run(args: argparse.Namespace) -> int:
         paths.socket.unlink(missing_ok=True)
         notify("STATUS=loading")
         child = Child(command, child_environment(node, address))
-        reason = supervise(child, tie, node, paths, stop)
+        lost = supervise(child, tie, node, paths, stop)
     except Refusal as error:
         notify(f"STATUS={error}")
         raise
-    if reason:
+    memory = memory_reason(paths)
+    if reason := memory or lost:
         notify(f"STATUS={reason}")
-        child.stop(LOST_PEER_PATIENCE)
+        child.stop(GUARD_PATIENCE if memory else LOST_PEER_PATIENCE)
         raise Refusal(reason)
     notify("STOPPING=1", "STATUS=stopping")
-    # Requests are the head's. Rank 1 by itself has none, and would wait for collectives that never come.
-    child.stop(patience if node.role == "head" else LOST_PEER_PATIENCE)
-    print(json.dumps({"schema": 1, "ok": True, "message": "stopped"}) if args.json else "stopped")
+    if node.role == "head":
+        message = drain(child, paths, patience)
+    else:
+        # Requests are the head's. Rank 1 by itself has none, and would wait for collectives that never come.
+        child.stop(LOST_PEER_PATIENCE)
+        message = "stopped"
+    print(json.dumps({"schema": 1, "ok": True, "message": message}) if args.json else message)
     return 0

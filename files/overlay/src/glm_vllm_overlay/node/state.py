@@ -27,13 +27,13 @@ def now() -> str:
 
 
 def memory(path: str) -> dict[str, int]:
-    """`total` and `available` bytes from a meminfo file; raises Unusable when they are not in it."""
+    """`total`, `available` and `free` bytes from a meminfo file; raises Unusable when they are not in it."""
     values = dict(line.split(":", 1) for line in read_line(Path(path)).splitlines() if ":" in line)
+    keys = {"total": "MemTotal", "available": "MemAvailable", "free": "MemFree"}
     try:
-        total, available = (int(values[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        return {name: int(values[key].split()[0]) * 1024 for name, key in keys.items()}
     except (KeyError, ValueError, IndexError):
-        raise Unusable(f"{path} does not tell MemTotal and MemAvailable") from None
-    return {"total": total, "available": available}
+        raise Unusable(f"{path} does not tell MemTotal, MemAvailable and MemFree") from None
 
 
 def phase(engine: dict[str, str], gate: dict[str, str]) -> str:
@@ -72,22 +72,26 @@ def verified(entry: dict | None) -> bool:
     return bool(flag) and flag.get("manifest_sha256") == sha256(folder / "manifest.json")
 
 
-def cpu_seconds(roots: set[int], proc: Path) -> float:
-    """CPU time that the processes `roots` and all their living descendants have used so far, to 0.1 ms."""
+def descendants(roots: set[int], proc: Path) -> set[int]:
+    """The processes `roots` and all their living descendants."""
     children: dict[int, list[int]] = {}
     for entry in proc.glob("[0-9]*/stat"):
         # The command name is in parentheses and may itself hold spaces and parentheses.
         fields = read_line(entry).rpartition(")")[2].split()
         if len(fields) > 1:
             children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    total, waiting, seen = 0, list(roots), set()
+    waiting, seen = list(roots), set()
     while waiting:
         pid = waiting.pop()
         if pid not in seen:
             seen.add(pid)
-            total += cpu_nanoseconds(pid)
             waiting += children.get(pid, [])
-    return round(total / 1e9, 4)
+    return seen
+
+
+def cpu_seconds(roots: set[int], proc: Path) -> float:
+    """CPU time that the processes `roots` and all their living descendants have used so far, to 0.1 ms."""
+    return round(sum(map(cpu_nanoseconds, descendants(roots, proc))) / 1e9, 4)
 
 
 def cpu_nanoseconds(pid: int) -> int:

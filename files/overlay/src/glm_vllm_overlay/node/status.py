@@ -59,7 +59,8 @@ def column(document: dict) -> dict[str, str]:
         "speculator": environment["GLM_SPECULATOR"],
         "ablation": {"": "off", "0": "off", "1": "on"}.get(environment["ABLIT"], environment["ABLIT"]),
         "utilisation": environment["GLM_GPU_MEMORY_UTILIZATION"],
-        "memory": f"{memory['available'] / GIB:.1f} of {memory['total'] / GIB:.1f} GiB available",
+        "memory": f"{memory['available'] / GIB:.1f} of {memory['total'] / GIB:.1f} GiB available, "
+        f"{memory['free'] / GIB:.1f} free",
     }
     return cells | {f"rail {number}": rail_text(rail) for number, rail in enumerate(document["fabric"]["rails"])}
 
