@@ -19,6 +19,8 @@ PYTEST := python -m pytest
 SCENARIOS = $(filter-out shared pair faults,$(notdir $(patsubst %/molecule.yml,%,$(wildcard molecule/*/molecule.yml))))
 # This role serves only where all the others have run: the whole site is its scenario
 SCENARIO = $(patsubst glm-vllm-overlay,pair,$(ROLE))
+# The bed of tests/network, beside the pair's
+CABLE_BED := TWIN_PREFIX=cable TWIN_STATE=/var/tmp/glm-cable TWIN_NET=10.79.0
 have = $(wildcard $(1))
 
 .PHONY: help
@@ -27,11 +29,11 @@ help: ## this list
 
 # ---- everything below needs root ------------------------------------------------------------------------------------
 ifneq ($(shell id -u),0)
-AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-pair test-full molecule clean distclean
+AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-network test-pair test-full molecule clean distclean
 .PHONY: $(AS_ROOT)
 $(AS_ROOT):
 	@command -v sudo >/dev/null || { echo "make $@ needs root (it makes namespaces and mounts) and there is no sudo here: run it as root."; exit 1; }
-	@sudo --preserve-env=TWIN_STATE,TWIN_CACHE,TWIN_PREFIX,TWIN_NET $(MAKE) $@ $(if $(ROLE),ROLE=$(ROLE))
+	@sudo --preserve-env=TWIN_STATE,TWIN_CACHE,TWIN_PREFIX,TWIN_NET $(MAKE) $@ $(if $(ROLE),ROLE=$(ROLE)) $(if $(MARK),MARK='$(MARK)')
 else
 
 .PHONY: setup
@@ -66,6 +68,7 @@ test: ## all that a change has to pass: 25 minutes on two cores
 	@$(MAKE) test-unit
 	@$(MAKE) test-overlay
 	@$(MAKE) test-roles
+	@$(MAKE) test-network
 	@$(MAKE) test-pair
 
 .PHONY: test-lint
@@ -99,6 +102,11 @@ molecule: setup ## ROLE=name: that role's scenario
 	@echo "== molecule $(SCENARIO)"
 	@$(if $(filter pair,$(SCENARIO)),$(BED) own 'make molecule') molecule test --scenario-name $(SCENARIO) </dev/null
 
+.PHONY: test-network
+test-network: setup ## the cable cut, moved and readdressed, on bare nodes; MARK='full or not full' for all of it
+	@echo "== tests/network"
+	@$(CABLE_BED) $(PYTEST) tests/network -m "$(or $(MARK),not full)"
+
 .PHONY: test-pair
 test-pair: setup ## the whole site on the twin, converged once
 	@echo "== tests/pair"
@@ -109,6 +117,7 @@ test-full: ## test, with both executors and every scenario
 	@$(MAKE) test-lint test-unit
 	@$(MAKE) test-overlay MARK='full or not full'
 	@$(MAKE) test-roles
+	@$(MAKE) test-network MARK='full or not full'
 	@echo "== tests/pair"
 	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full' THEN='molecule test --scenario-name pair </dev/null'
 
@@ -120,11 +129,12 @@ run-pair:
 .PHONY: clean
 clean: ## the twin's machines; the caches stay
 	@$(BED) clean
+	@$(CABLE_BED) $(BED) clean
 	@for role in $(SCENARIOS); do TWIN_PREFIX=$$role TWIN_STATE=/var/tmp/glm-molecule/$$role $(BED) clean; done
 
 .PHONY: distclean
 distclean: clean ## the caches and environments too
-	@rm -rf "$(TWIN_STATE)" "$(TWIN_CACHE)" /var/tmp/glm-molecule .venv .venv-engine .cache
+	@rm -rf "$(TWIN_STATE)" "$(TWIN_CACHE)" /var/tmp/glm-molecule /var/tmp/glm-cable .venv .venv-engine .cache
 	@echo "The Debian packages that setup installed stay: $$(sed -nE 's/^(PACKAGES|CHECKERS)=\(([^)]*)\).*/\2/p' twin/setup.sh | xargs)"
 
 endif

@@ -76,15 +76,23 @@ class Run:
         return {host: number for host, number in self.stats.get(kind, {}).items() if number}
 
 
-def run_playbook(playbook: str, *arguments: str, project: Path = bed.ROOT, timeout: int = 900, **variables: Any) -> Run:
-    """Run a playbook of `project` on the twin; `arguments` go to ansible-playbook, `variables` are extra variables."""
+def run_playbook(
+    playbook: str,
+    *arguments: str,
+    project: Path = bed.ROOT,
+    inventory: list[str] | None = None,
+    timeout: int = 900,
+    **variables: Any,
+) -> Run:
+    """Run a playbook of `project` on the twin, or on `inventory`; `arguments` go to ansible-playbook, `variables` are
+    extra variables."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as private:
         runner = ansible_runner.run(
             private_data_dir=private,
             project_dir=str(project),
             playbook=playbook,
-            inventory=bed.inventory(),
+            inventory=inventory or bed.inventory(),
             cmdline=shlex.join(arguments) or None,
             extravars=variables or None,
             envvars={"ANSIBLE_CONFIG": str(project / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},

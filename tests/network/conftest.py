@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two bare nodes with two cables between them, converged once. A test that needs them right has them mended first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import bed
+import cables
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--standing", action="store_true", help="the bed stands already, and stays")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = ("test_cables", "test_changes", "test_more_nodes")
+    items.sort(key=lambda item: order.index(item.path.stem))
+
+
+@pytest.fixture(scope="session")
+def standing(pytestconfig: pytest.Config) -> Iterator[None]:
+    """The nodes have power; away with them afterwards."""
+    if pytestconfig.getoption("--standing"):
+        yield
+        return
+    bed.twin("clean")
+    bed.twin("up")
+    yield
+    bed.twin("clean")
+
+
+@pytest.fixture(scope="session")
+def before(standing: None) -> dict[str, bytes]:
+    """/etc/hosts of each node, before anything ran."""
+    return {node: bed.on(node, "cat", "/etc/hosts").encode() for node in cables.NODES}
+
+
+@pytest.fixture(scope="session")
+def first_run(before: dict[str, bytes]) -> cables.Run:
+    """The first run of playbooks/network.yml."""
+    run = cables.network()
+    assert run.status == 0, run.failures()
+    return run
+
+
+@pytest.fixture
+def others(first_run: cables.Run) -> None:
+    """Both rails as somebody else configured them."""
+    cables.mend()
+    cables.take_over()
+
+
+@pytest.fixture
+def ours(first_run: cables.Run) -> None:
+    """Both rails as we configure them, with both cables in port 1, whatever the test before did."""
+    if cables.mend():
+        run = cables.network()
+        assert run.status == 0, run.failures()
