@@ -122,6 +122,7 @@ CARDS = [
     ("enP7s7", "", "0x10ec", "0x8127", False),
     ("wlP9s9", "", "0x14c3", "0x7925", False),
     ("eth5", "rxe0", "", "", False),
+    ("enp1s0f1np1s", "irdma0", "0x8086", "0x1592", False),
     ("docker0", "", "", "", False),
 ]
 

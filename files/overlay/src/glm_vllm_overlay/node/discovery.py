@@ -22,6 +22,8 @@ SPARK_NETDEV = re.compile(r"^en(?:P(?P<domain>2))?p1s0f(?P<function>[01])(?:np(?
 SPARK_HCA = re.compile(r"^(?:roce|ib)(?:P(?P<domain>2))?p1s0f(?P<function>[01])$")
 # Names that tell a place on some bus; with no word about the hardware, another place is another card.
 PLACED = re.compile(r"^(?:en|wl|ww|sl)(?:[osx]|P?\d*p\d|P\d)")
+# RDMA in software, on top of any interface.
+SOFT_HCA = re.compile(r"^(?:rxe|siw)")
 MELLANOX, CX7 = "0x15b3", "0x1021"
 IBDEV2NETDEV = re.compile(r"^(\S+) port (\d+) ==> (\S+) \((Up|Down)\)$")
 RDMA_LINK = re.compile(r"^link (\S+?)/(\d+)\b.*? state (\S+)(?:.* netdev (\S+))?")
@@ -329,7 +331,7 @@ def worse(one: bool | None, other: bool | None) -> bool | None:
 
 
 def all_hcas(sources: Sources) -> dict[str, Hca] | None:
-    """Every RDMA device that any source tells of, foreign ones too; None when none of the sources is there."""
+    """Every RDMA device in hardware that any source tells of, foreign ones too; None when no source is there."""
     if not sources.rdma:
         return None
     found = sysfs_hcas(sources.sysfs) if sources.sysfs else None
@@ -347,7 +349,7 @@ def all_hcas(sources: Sources) -> dict[str, Hca] | None:
     if sources.show_gids is not None:
         found = {} if found is None else found
         add_shown_gids(found, sources.show_gids)
-    return found
+    return None if found is None else {name: hca for name, hca in found.items() if not SOFT_HCA.match(name)}
 
 
 def add_shown_gids(found: dict[str, Hca], text: str) -> None:
@@ -461,7 +463,10 @@ def ports_of(sysfs: Path | None, entries: list[dict] | None, hcas: dict[str, Hca
     by_name = {entry["ifname"]: entry for entry in entries or []}
     for hca in (hcas or {}).values():
         hca.netdev = hca.netdev or namesake(hca.name, [*by_name, *names_in(nets)])
-    by_netdev = {hca.netdev: hca for hca in sorted((hcas or {}).values(), key=lambda hca: hca.foreign) if hca.netdev}
+    # Of two devices that claim one interface the last counts: the one that is not known to be another card's.
+    by_netdev = {
+        hca.netdev: hca for hca in sorted((hcas or {}).values(), key=lambda hca: not hca.foreign) if hca.netdev
+    }
     found = []
     for name in sorted({*names_in(nets), *by_name, *by_netdev}):
         net = nets / name if nets and (nets / name).is_dir() else None
