@@ -21,6 +21,8 @@ SCENARIOS = $(filter-out shared pair faults,$(notdir $(patsubst %/molecule.yml,%
 SCENARIO = $(patsubst glm-vllm-overlay,pair,$(ROLE))
 # The bed of tests/network, beside the pair's
 CABLE_BED := TWIN_PREFIX=cable TWIN_STATE=/var/tmp/glm-cable TWIN_NET=10.79.0
+# The bed of tests/weights: no engine, and files of some size
+WEIGHTS_BED := TWIN_PREFIX=weights TWIN_STATE=/var/tmp/glm-weights TWIN_NET=10.94.0
 have = $(wildcard $(1))
 
 .PHONY: help
@@ -29,7 +31,7 @@ help: ## this list
 
 # ---- everything below needs root ------------------------------------------------------------------------------------
 ifneq ($(shell id -u),0)
-AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-network test-pair test-full molecule clean distclean
+AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-network test-weights test-pair test-full molecule clean distclean
 .PHONY: $(AS_ROOT)
 $(AS_ROOT):
 	@command -v sudo >/dev/null || { echo "make $@ needs root (it makes namespaces and mounts) and there is no sudo here: run it as root."; exit 1; }
@@ -85,7 +87,7 @@ test-lint: setup
 .PHONY: test-unit
 test-unit: setup ## seconds: plugins, modules, the node program, renderings
 	@echo "== tests/unit, tests/golden"
-	@$(PYTEST) $(call have,tests/unit tests/golden)
+	@$(PYTEST) $(call have,tests/unit tests/golden) -m "$(or $(MARK),not full)"
 
 .PHONY: test-overlay
 test-overlay: setup ## the engine's numerics, on the CPU
@@ -107,6 +109,11 @@ test-network: setup ## the cable cut, moved and readdressed, on bare nodes; MARK
 	@echo "== tests/network"
 	@$(CABLE_BED) $(PYTEST) tests/network -m "$(or $(MARK),not full)"
 
+.PHONY: test-weights
+test-weights: setup ## power cuts and speed of the weights' way, on bare nodes
+	@echo "== tests/weights"
+	@$(WEIGHTS_BED) $(PYTEST) tests/weights -m "$(or $(MARK),full)"
+
 .PHONY: test-pair
 test-pair: setup ## the whole site on the twin, converged once
 	@echo "== tests/pair"
@@ -114,10 +121,10 @@ test-pair: setup ## the whole site on the twin, converged once
 
 .PHONY: test-full
 test-full: ## test, with both executors and every scenario
-	@$(MAKE) test-lint test-unit
-	@$(MAKE) test-overlay MARK='full or not full'
+	@$(MAKE) test-lint
+	@$(MAKE) test-unit test-overlay MARK='full or not full'
 	@$(MAKE) test-roles
-	@$(MAKE) test-network MARK='full or not full'
+	@$(MAKE) test-network test-weights MARK='full or not full'
 	@echo "== tests/pair"
 	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full' THEN='molecule test --scenario-name pair </dev/null'
 
@@ -130,11 +137,12 @@ run-pair:
 clean: ## the twin's machines; the caches stay
 	@$(BED) clean
 	@$(CABLE_BED) $(BED) clean
+	@$(WEIGHTS_BED) $(BED) clean
 	@for role in $(SCENARIOS); do TWIN_PREFIX=$$role TWIN_STATE=/var/tmp/glm-molecule/$$role $(BED) clean; done
 
 .PHONY: distclean
 distclean: clean ## the caches and environments too
-	@rm -rf "$(TWIN_STATE)" "$(TWIN_CACHE)" /var/tmp/glm-molecule /var/tmp/glm-cable .venv .venv-engine .cache
+	@rm -rf "$(TWIN_STATE)" "$(TWIN_CACHE)" /var/tmp/glm-molecule /var/tmp/glm-cable /var/tmp/glm-weights .venv .venv-engine .cache
 	@echo "The Debian packages that setup installed stay: $$(sed -nE 's/^(PACKAGES|CHECKERS)=\(([^)]*)\).*/\2/p' twin/setup.sh | xargs)"
 
 endif

@@ -8,7 +8,7 @@
 
 A source is `repo`, `url` or `path`, with `revision`, `licence` and `name`. Further arguments: `token`, `endpoint`,
 `proxy`, `offline`, `caches`. Hashes in files/manifests/ hold for what the source names. Returns `source`, `path`,
-`files`, `origins` (which carry the token: register it with no_log) and `passed_over`; one passed over is a warning.
+`files`, `origins` (without the token) and `passed_over`; one passed over is a warning.
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ class Node:
             for entry in hub.listing()["siblings"]
             if not entry["rfilename"].startswith(".")
         }
-        origin = {"repo": REPO, "revision": REVISION, "endpoint": hub.url}
+        origin = {"repo": REPO, "revision": REVISION}
         job = {"name": "model", "revision": REVISION, "folder": str(self.folder), "files": files, "origins": [origin]}
+        job["endpoint"] = hub.url
         return job | {"streams": 2, "stall": 5, "backoff": 0.05} | more
 
     def listing(self, hub: Hub, *sources: dict, **more) -> dict:
@@ -113,6 +114,7 @@ def test_a_full_fetch_learns_what_the_hub_does_not_name_and_a_second_one_asks_no
     assert chosen["files"][SHARD]["sha256"] == hashlib.sha256(hub.files[SHARD]).hexdigest()
     assert chosen["files"]["config.json"]["sha256"] is None
     assert ".gitattributes" not in chosen["files"]
+    assert chosen["origins"] == [{"repo": REPO, "revision": REVISION}], "what is registered carries no token"
     job = node.job(hub) | {"files": chosen["files"], "origins": chosen["origins"]}
     code, answer, err = node.run(job)
     assert (code, answer.get("verified"), answer.get("changed")) == (0, True, True), err
@@ -249,11 +251,11 @@ def test_a_token_that_has_expired_is_said_so_at_once(node, hub):
     assert "401" in err
     assert "old" not in err
     job = node.job(hub)
-    job["origins"][0]["token"] = "hf_" + "old"
+    job["token"] = "hf_" + "old"
     began = time.monotonic()
     assert node.run(job)[0] == 1
     assert time.monotonic() - began < 10, "a denied file was asked for again and again"
-    job["origins"][0]["token"] = "hf_" + "new"
+    job["token"] = "hf_" + "new"
     assert node.run(job)[1]["verified"]
 
 

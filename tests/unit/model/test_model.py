@@ -477,6 +477,18 @@ def test_an_http_server_that_cannot_go_on_in_the_middle(folder, website, tmp_pat
     assert same(folder, target)
 
 
+def test_one_failure_ends_all_streams(folder, rsyncd, tmp_path):
+    """The first file is wrong at once; the second, however large, is not waited for."""
+    wanted = listed(folder) | {"c.safetensors": {"size": 5, "sha256": "0" * 64}}
+    (folder / "c.safetensors").write_bytes(b"wrong")
+    with pytest.raises(
+        Refusal, match="c.safetensors has other content than its SHA-256 says: .* delivered it so 2 times"
+    ):
+        run(job(folder, tmp_path / "there", rsyncd, files=wanted))
+    assert not (tmp_path / "there/c.safetensors").exists()
+    assert not (tmp_path / "there" / model.FLAG).exists()
+
+
 def test_a_folder_on_the_head(folder, tmp_path):
     answer = run(job(folder, tmp_path / "there", {"path": str(folder)}))
     assert (answer["changed"], answer["bytes_brought"]) == (True, 1502)

@@ -71,3 +71,13 @@ def test_a_node_without_a_deployment_still_answers(node, peer, glm_vllm):
     code, out, _ = glm_vllm("status")
     assert code == 1
     assert "release      none" in out
+
+
+def test_a_transfer_that_is_under_way_and_one_that_was_killed(node, peer, glm_vllm):
+    says = "fetching target from own/target@01234567: 41.2 GiB of 163.6 GiB, 310 MB/s, 7 min left"
+    (node.root / "run/glm-vllm-model").mkdir()
+    node.put("run/glm-vllm-model/progress.json", json.dumps({"schema": 1, "pid": 77, "says": says}))
+    (node.root / "proc/77").mkdir(parents=True)
+    assert f"spark-a: {says}" in glm_vllm("status")[1].splitlines()
+    (node.root / "proc/77").rmdir()
+    assert "41.2 GiB" not in glm_vllm("status")[1]

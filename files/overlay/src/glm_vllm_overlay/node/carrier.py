@@ -258,6 +258,11 @@ class Folder(Child):
             raise Trouble(kind, f"{error.filename or name}: {error.strerror}") from None
 
 
+def through(origin: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """An origin with what the job says for all: token, proxy and the hub's address."""
+    return origin | {key: job.get(key, "") for key in ("token", "proxy", "endpoint")}
+
+
 def make(origin: dict[str, Any]) -> Hub | Http | Rsync | Folder:
     """The carrier of an origin, by its scheme."""
     if origin.get("repo"):

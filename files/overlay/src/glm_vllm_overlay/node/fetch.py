@@ -4,6 +4,7 @@ JOB is a JSON file (`-` is stdin), schema 1. With `--list` it names `sources` an
 source that can be used with its files. Without, it names one model:
   name, revision, folder, files   what must be there (docs of `model`)
   origins     where missing files come from, {} of `carrier`, several for several ways to the same source; [] for none
+  token, proxy, endpoint   for the hub, or for what is asked over HTTP
   only        of what is missing, the files that the origins have; all without it
   adopt       folders of this machine (patterns) that may hold the same files: models, or caches of the hub's client
   move        whether a file that was adopted loses its other name
@@ -18,6 +19,7 @@ name. What is right is never brought again, and a broken run is gone on with.
 from __future__ import annotations
 
 import argparse
+import errno
 import glob
 import json
 import os
@@ -268,7 +270,7 @@ class Bringing:
         size = part.stat().st_size if part.exists() else 0
         if size != stream.size:
             stream.size, stream.since = size, time.monotonic()
-        elif self.failure or time.monotonic() - stream.since > self.stall:
+        if self.failure or time.monotonic() - stream.since > self.stall:
             stream.carrier.stop()
             stream.since = time.monotonic()
 
@@ -377,7 +379,7 @@ class Fetch:
             self.adopt(names)
         only = self.job.get("only")
         missing = [name for name in names if name not in self.learnt and (only is None or name in only)]
-        origins = self.job.get("origins", [])
+        origins = [carrier.through(origin, self.job) for origin in self.job.get("origins", [])]
         if missing and origins:
             self.refuse_without_room()
             progress = Progress(self.progress, f"fetching {self.job['name']} from {carrier.label(origins[0])}")
@@ -513,6 +515,10 @@ def run(args: argparse.Namespace) -> int:
         progress = node_paths.current().transfer
         try:
             answer = Fetch(job, progress).run()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise Refusal(f"{job['folder']}: no room is left; make room and run again") from None
         finally:
             Progress(progress, "").clear()
     print(json.dumps({"schema": 1, "ok": True} | answer))

@@ -153,8 +153,12 @@ class Model:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder against another run; raises Refusal when one is at work."""
-        with (self.folder / LOCK).open("a") as file:
+        """Hold the folder against another run; raises Refusal when one is at work, Unusable without the right to."""
+        try:
+            lock = (self.folder / LOCK).open("a")
+        except PermissionError:
+            raise Unusable(f"{self.folder} cannot be written by this user: run the command as root") from None
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

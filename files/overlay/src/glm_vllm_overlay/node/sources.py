@@ -78,8 +78,7 @@ def usable(source: dict[str, Any], job: dict[str, Any]) -> tuple[Wanted, list[di
     if source.get("path"):
         wanted, origins = from_folder(source), [origin]
     else:
-        online = {key: job.get(key, "") for key in ("token", "proxy", "endpoint")} | {"revision": source["revision"]}
-        origins = [] if job.get("offline") else [origin | online]
+        origins = [] if job.get("offline") else [origin | {"revision": source["revision"]}]
         wanted = (
             complete_here(Path(job["dir"], source["name"], source["revision"]))
             or (from_cache(source, job.get("caches", [])) if source.get("repo") else None)
@@ -102,7 +101,7 @@ def listed(source: dict[str, Any], job: dict[str, Any], origins: list[dict[str, 
     label = carrier.label(source)
     if not origins:
         raise Unusable(f"{label} is not complete here, and model_fetch_offline is true")
-    asked = carrier.make(origins[0])
+    asked = carrier.make(carrier.through(origins[0], job))
     fruitless = 0
     try:
         while True:
