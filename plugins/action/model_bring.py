@@ -68,20 +68,8 @@ class ActionModule(ActionBase):
     TRANSFERS_FILES = True
     _supports_check_mode = True
     _VALID_ARGS = frozenset(
-        (
-            "name",
-            "revision",
-            "folder",
-            "files",
-            "origins",
-            "only",
-            "adopt",
-            "move",
-            "full",
-            "streams",
-            "stall",
-            *OPTIONS,
-        )
+        ("name", "revision", "folder", "files", "origins", "only", "adopt", "move", "full", "streams", "stall")
+        + ("token", "proxy", "endpoint", *OPTIONS)
     )
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -8,7 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from ansible.errors import AnsibleActionFail
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -58,6 +61,18 @@ def test_progress_first_then_the_answer_once(shell):
     done = sh(module.look(f"{run}/1.json"))
     assert (done.returncode, done.stdout, done.stderr) == (0, '{"schema": 1, "ok": true}', "a warning")
     assert [path.name for path in run.iterdir()] == ["progress.json"]
+
+
+@pytest.mark.parametrize("name", ["model_bring", "model_source"])
+def test_the_role_gives_only_what_the_actions_take(plugin, name):
+    taken = plugin(f"action/{name}.py").ActionModule._VALID_ARGS
+    given = set()
+    for file in (ROOT / "roles/model-fetch/tasks").glob("*.yml"):
+        tasks = yaml.safe_load(file.read_text())
+        tasks += [inner for task in tasks for inner in task.get("block", [])]
+        given |= {key for task in tasks for key in task.get(name, {})}
+    assert given
+    assert given <= taken
 
 
 def test_answers(plugin):
