@@ -16,6 +16,7 @@ from glm_vllm_twin import torchvision_ops
 torchvision_ops.declare()  # vLLM imports the registry's torchvision, whose compiled half needs CUDA
 
 from glm_vllm_overlay import cli  # noqa: E402
+from glm_vllm_overlay.hooks import compat  # noqa: E402
 from glm_vllm_overlay.plan import command as plan_command  # noqa: E402
 from glm_vllm_overlay.plan.cache import Engine, Planner  # noqa: E402
 
@@ -162,6 +163,8 @@ def commands() -> dict:
 
 
 if __name__ == "__main__":
+    for hook in ("ablation", "cache", "plan", "scheduler", "startup"):
+        compat.require(hook)
     with contextlib.redirect_stdout(sys.stderr):
         answers = {
             "caches": caches(),

@@ -128,7 +128,7 @@ def knows(hook: str) -> bool:
 def require(hook: str) -> None:
     """Refuse unless this vLLM is one that `hook` was written for, file by file."""
     versions = [name for name, files in FILES.items() if any(hook in users for _, users in files.values())]
-    found, home = version(), folder()
+    home, found = folder(), version()
     if found not in versions:
         raise Refusal(
             f"{hook} was written for vLLM {' and '.join(versions)}, and this is {found}: deploy a release of ours"
