@@ -216,6 +216,12 @@ def test_a_configuration_that_does_not_list_its_layers(tmp_path: Path, tensors: 
     assert report(tmp_path)["ok"]
 
 
+def test_one_file_needs_no_index(tmp_path: Path, tensors: dict) -> None:
+    write_checkpoint(tmp_path, tensors)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert report(tmp_path)["ok"]
+
+
 def test_files_that_are_not_what_the_index_says(tmp_path: Path, tensors: dict) -> None:
     write_checkpoint(tmp_path, tensors, shards=2)
     first, second = sorted(tmp_path.glob("*.safetensors"))
@@ -251,7 +257,9 @@ def test_damaged_folders(tmp_path: Path, tensors: dict) -> None:
     with pytest.raises(Unusable, match="is no safetensors file"):
         inspect.read_checkpoint(tmp_path)
     file.unlink()
-    assert "model-00002-of-00002.safetensors, which the index names, is missing" in report(tmp_path)["problems"][0]
+    problems = report(tmp_path)["problems"]
+    assert "model-00002-of-00002.safetensors, which the index names, is missing" in problems[0]
+    assert not any("are in none of the files" in problem for problem in problems)  # said once is enough
 
 
 def test_real_size_within_five_seconds_and_a_gibibyte(tmp_path: Path) -> None:

@@ -162,8 +162,9 @@ def test_twice_and_unknown_experts() -> None:
     loader.load("suh", 0, "w1", tensors[0, "w1", "suh"])
     with pytest.raises(CheckpointError, match="experts.0.gate_proj.suh appears twice"):
         loader.load("suh", 0, "w1", tensors[0, "w1", "suh"])
-    with pytest.raises(CheckpointError, match="no expert 2 with shard w1"):
-        loader.load("suh", 2, "w1", tensors[0, "w1", "suh"])
+    for expert, shard in ((2, "w1"), (-1, "w1"), (0, "w4")):
+        with pytest.raises(CheckpointError, match=f"no expert {expert} with shard {shard} exists in this model"):
+            loader.load("suh", expert, shard, tensors[0, "w1", "suh"])
 
 
 @pytest.mark.parametrize(
