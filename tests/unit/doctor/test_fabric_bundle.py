@@ -9,7 +9,22 @@ from pathlib import Path
 import pytest
 from bundles import Bundle, healthy
 from glm_vllm_overlay import cli
-from variants import HCAS, TWINS, bond, foreign_card, gid, link, mapped, mlx5, port_one, steps, v4, v6_only, vlan
+from variants import (
+    HCAS,
+    TWINS,
+    bond,
+    foreign_card,
+    gid,
+    link,
+    mapped,
+    mlx5,
+    port_one,
+    states,
+    steps,
+    v4,
+    v6_only,
+    vlan,
+)
 
 
 @pytest.fixture
@@ -82,6 +97,7 @@ def test_shapes_of_a_node(bundle, fabric, change, hca, interface):
         ),
         (v6_only, "no ConnectX-7 port of this node has an IPv4 address"),
         (steps(link(*TWINS)), "no carrier; check the cable"),
+        (states("1: DOWN\n", HCAS[1]), "the port of roceP2p1s0f0 is not active"),
         (lambda b: b.ip(lambda e: e["enP7s7"].update(addr_info=[v4("192.168.100.10")])), "both have this address"),
     ],
 )

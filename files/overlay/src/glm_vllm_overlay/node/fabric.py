@@ -131,9 +131,12 @@ def resolve_holder(rail: Rail, fabric: Fabric, node: discovery.Node, holder: dis
     if not hca:
         rail.problem = f"{rail.title}: no RDMA device belongs to it; load mlx5_ib or set cx7_network_rdma: none"
         return
+    rail.hca = hca
+    if (node.hcas or {})[hca].active is False:
+        rail.problem = f"{rail.title}: the port of {hca} is not active; take {rail.netdev} down and up again"
+        return
     gid = node.gid(hca, rail.address, rail.netdev)
     if gid is None:
-        rail.hca = hca
         rail.problem = f"{rail.title}: {hca} has no RoCE v2 GID for it; take {rail.netdev} down and up again"
         return
     rail.hca, rail.gid_index = hca if gid.port == 1 else f"{hca}:{gid.port}", gid.index

@@ -45,7 +45,7 @@ HCA = ("hca_type", "fw_ver", "board_id", "device/vendor", "device/device", "devi
 class Live(Evidence):
     """What this machine prints. `seconds` is the time that all its programs have together."""
 
-    def __init__(self, paths: Paths, seconds: float = 0.8, slow: bool = False) -> None:
+    def __init__(self, paths: Paths, seconds: float = 0.7, slow: bool = False) -> None:
         super().__init__(paths.root, os.uname().nodename)
         self.paths = paths
         self.rdma = read_json_if_there(paths.fabric_json).get("rdma") != "none"
