@@ -210,6 +210,14 @@ def test_numbers_that_are_none_are_never_an_internal_error(bundle, capsys):
     assert run(capsys, "--bundle", str(bundle.folder), "--json")[0] in (0, 1)
 
 
+def test_without_pyyaml_the_rest_is_judged(bundle, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    bundle.take("hosts", "hosts/bad_127_0_1_1.txt")
+    code, out, err = run(capsys, "--bundle", str(bundle.folder))
+    assert (code, "F24" in out) == (1, True)
+    assert err.count("netplan/ cannot be read without PyYAML") == 1
+
+
 def test_a_pipe_under_the_name_of_a_file_does_not_hang(bundle):
     bundle.drop("meminfo")
     os.mkfifo(bundle.folder / "meminfo")

@@ -253,7 +253,7 @@ def no_prefix_hits(evidence: Evidence) -> Hit | None:
         line for line in evidence.lines("engine.log", "Prefix cache hit rate:") if re.search(r"Running: [1-9]", line)
     ]
     rates = re.findall(r"Prefix cache hit rate: (\d+(?:\.\d+)?)%", "\n".join(lines))
-    if len(rates) < 20 or any(float(rate) > 0 for rate in rates):
+    if len(rates) < 10 or any(float(rate) > 0 for rate in rates):
         return None
     if next(evidence.lines("engine.log", "SpecDecoding metrics"), None) is None:
         return None

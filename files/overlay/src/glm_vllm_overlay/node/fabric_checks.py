@@ -320,6 +320,8 @@ def documents(evidence: Evidence) -> Iterator[tuple[str, Any]]:
     try:
         import yaml
     except ImportError:
+        if evidence.netplan():
+            evidence.unusable.append("netplan/ cannot be read without PyYAML (python3-yaml)")
         return
     for name, text in evidence.netplan().items():
         try:
