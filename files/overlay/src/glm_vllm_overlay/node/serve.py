@@ -208,7 +208,8 @@ def memory_reason(paths: Paths) -> str:
 def requests_under_way(paths: Paths) -> int:
     """Connections to the engine's socket, under whatever name it goes by now: nginx opens one a request."""
     rows = (line.split() for line in read_line(paths.proc / "net/unix").splitlines())
-    return sum(row[5:] == ["03", row[6], str(paths.socket)] for row in rows if len(row) == 8)
+    # 02 waits to be accepted, 03 was
+    return sum(row[5] in ("02", "03") and row[7] == str(paths.socket) for row in rows if len(row) == 8)
 
 
 def drain(child: Child, paths: Paths, patience: float | None) -> str:
