@@ -192,8 +192,12 @@ def test_ranks_that_would_cut_the_rotation(tmp_path: Path, tensors: dict) -> Non
 
 
 def test_native_checkpoints_are_none_of_ours(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {"lm_head.weight": ("BF16", [16, HIDDEN])})
-    assert report(tmp_path)["problems"] == ["its experts are not packed EXL3: serve it without --quantization exl3"]
+    config = write_checkpoint(tmp_path, {"lm_head.weight": ("BF16", [16, HIDDEN])})
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = report(tmp_path)
+    assert found["problems"] == ["its experts are not packed EXL3: serve it without --quantization exl3"]
+    assert found["warnings"] == []
 
 
 @pytest.mark.parametrize("key", ["n_routed_experts", "hidden_size", "moe_intermediate_size"])

@@ -124,8 +124,7 @@ class Checkpoint:
             found.append(
                 f"experts of width {width} cannot be split over {tp} ranks: the 128-wide rotation must not be cut"
             )
-        expected = set(self._moe_layers())
-        if expected and (missing := expected - set(self.expert_layers)):
+        if missing := set(self._moe_layers()) - set(self.expert_layers):
             found.append(f"layer {min(missing)} has no packed experts ({len(missing)} such layers)")
         names = (*PARTS, self.codebook) if self.codebook in MARKERS else PARTS
         for number in self.expert_layers:
