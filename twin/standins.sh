@@ -34,11 +34,14 @@ mkdir -p /dev/infiniband
 for p in rocep1s0f0:enp1s0f0np0 rocep1s0f1:enp1s0f1np1 roceP2p1s0f0:enP2p1s0f0np0 roceP2p1s0f1:enP2p1s0f1np1; do
   hca=${p%%:*} netdev=${p#*:}
   d=$S/class/infiniband/$hca
-  mkdir -p "$d/ports/1/gid_attrs/ndevs" "$d/ports/1/gid_attrs/types" "$d/device/net/$netdev"
+  mkdir -p "$d/ports/1/gids" "$d/ports/1/gid_attrs/ndevs" "$d/ports/1/gid_attrs/types" "$d/device/net/$netdev"
   if [ "$(cat "/sys/class/net/$netdev/carrier" 2>/dev/null)" = 1 ]; then echo '4: ACTIVE'; else echo '1: DOWN'; fi > "$d/ports/1/state"
   echo '200 Gb/sec (4X HDR)' > "$d/ports/1/rate"
   echo Ethernet > "$d/ports/1/link_layer"
-  for g in 0 1 2 3; do echo "$netdev" > "$d/ports/1/gid_attrs/ndevs/$g"; done
+  for g in 0 1 2 3; do
+    echo "$netdev" > "$d/ports/1/gid_attrs/ndevs/$g"
+    echo 0000:0000:0000:0000:0000:0000:0000:0000 > "$d/ports/1/gids/$g" # a test writes one in place
+  done
   echo 'RoCE v2' > "$d/ports/1/gid_attrs/types/3"
   mknod /dev/infiniband/uverbs$i c 231 $((192 + i))
   i=$((i + 1))

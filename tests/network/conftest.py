@@ -9,6 +9,8 @@ import bed
 import cables
 import pytest
 
+PATIENCE = 900  # seconds a test, with the run that the first one waits for
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--standing", action="store_true", help="the bed stands already, and stays")
@@ -17,6 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = ("test_cables", "test_changes", "test_more_nodes")
     items.sort(key=lambda item: order.index(item.path.stem))
+    for item in items:
+        item.add_marker(pytest.mark.timeout(PATIENCE))
 
 
 @pytest.fixture(scope="session")
@@ -32,13 +36,7 @@ def standing(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def before(standing: None) -> dict[str, bytes]:
-    """/etc/hosts of each node, before anything ran."""
-    return {node: bed.on(node, "cat", "/etc/hosts").encode() for node in cables.NODES}
-
-
-@pytest.fixture(scope="session")
-def first_run(before: dict[str, bytes]) -> cables.Run:
+def first_run(standing: None) -> cables.Run:
     """The first run of playbooks/network.yml."""
     run = cables.network()
     assert run.status == 0, run.failures()

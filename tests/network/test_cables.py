@@ -171,10 +171,9 @@ def test_the_trap_is_named_with_its_remedy(ours: None) -> None:
     rdma = {"cx7_network_rdma": "auto", "cx7_network_min_gbps": 80}
     for node in cables.NODES:
         gid = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}"
-        for port, net, hca in zip(cables.PORT1, (177, 178), ("rocep1s0f1", "roceP2p1s0f1"), strict=True):
-            folder = f"/run/twin-standins/class/infiniband/{hca}/ports/1/gids"
+        for net, hca in ((177, "rocep1s0f1"), (178, "roceP2p1s0f1")):
             text = gid.format(192, 168, net, cables.HOST[node])
-            bed.on(node, "sh", "-c", f"mkdir -p {folder}; echo {text} > {folder}/3; : {port}")
+            pair.write(node, f"/run/twin-standins/class/infiniband/{hca}/ports/1/gids/3", text)
     run = cables.network(**rdma)
     assert run.status == 0, run.failures()
     assert all(rail["gbps"] > 80 for rail in cables.record(bed.HEAD)["rails"] if rail["node"] == bed.WORKER)

@@ -72,13 +72,15 @@ def test_a_file_that_netplan_rejects_stops_the_run(ours: None) -> None:
 
 
 @pytest.mark.full
-def test_uninstall_keeps_later_edits_of_etc_hosts(ours: None, before: dict[str, bytes]) -> None:
+def test_uninstall_keeps_later_edits_of_etc_hosts(ours: None) -> None:
+    """Fails when a byte of the file is not as the bed made it, or when what somebody added is gone."""
     for node in cables.NODES:
         bed.on(node, "sh", "-c", "echo '192.0.2.1 later' >> /etc/hosts")
     run = pair.run_playbook("playbooks/uninstall.yml")
     assert run.status == 0, run.failures()
     for node in cables.NODES:
-        assert bed.on(node, "cat", "/etc/hosts").encode() == before[node] + b"192.0.2.1 later\n"
+        made = f"127.0.0.1 localhost\n127.0.1.1 {node}\n"
+        assert bed.on(node, "cat", "/etc/hosts") == made + "192.0.2.1 later\n"
         left = bed.on(node, "sh", "-c", "ls -d /etc/glm-vllm /etc/netplan/*cx7* /etc/*/*.d/60-glm* 2>/dev/null || :")
         assert left == ""
         bed.on(node, "sed", "-i", "/later/d", "/etc/hosts")
@@ -87,7 +89,10 @@ def test_uninstall_keeps_later_edits_of_etc_hosts(ours: None, before: dict[str, 
 @pytest.mark.full
 def test_without_netplan_systemd_networkd_is_configured(ours: None) -> None:
     for node in cables.NODES:
-        bed.on(node, "sh", "-c", f"rm -f {cables.OURS}; netplan generate; mv /usr/sbin/netplan /usr/sbin/netplan.away")
+        bed.on(node, "sh", "-c", f"rm -f {cables.OURS}; netplan generate; networkctl reload")
+        for port in cables.PORT1:
+            bed.on(node, "ip", "address", "flush", "dev", port)
+        bed.on(node, "mv", "/usr/sbin/netplan", "/usr/sbin/netplan.away")
     try:
         run = cables.network()
         assert run.status == 0, run.failures()
