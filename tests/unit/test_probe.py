@@ -125,12 +125,17 @@ def pair(tmp_path, monkeypatch, url):
     monkeypatch.setattr(Endpoint, "broken", {})
     monkeypatch.setattr(Endpoint, "drafted", 100)
     monkeypatch.setattr(probe, "TOKEN_PATIENCE", 0.5)
+    monkeypatch.setattr(probe, "STATE_PATIENCE", 0.5)
     nodes = {"own": copy.deepcopy(NODE), "peer": copy.deepcopy(NODE) | {"node": "spark-b"}, "cpu": 1.5, "bytes": 500}
+    nodes["old"] = 0
 
     def ask_peer(fabric):
         if isinstance(nodes["peer"], Exception):
             raise nodes["peer"]
         asked = copy.deepcopy(nodes["peer"])
+        nodes["old"] -= 1
+        if nodes["old"] > 0:
+            return asked
         nodes["peer"]["rank"]["cpu_seconds"] += nodes["cpu"]
         nodes["peer"]["fabric"]["rails"][0]["rx_bytes"] += nodes["bytes"]
         return asked
@@ -186,6 +191,13 @@ def silent(pair):
 
 def no_fabric(pair):
     pair["peer"] = Unusable("fabric.json does not exist")
+
+
+def test_a_state_from_before_the_answers_is_asked_again(call, pair):
+    """The peer's watch looks once a second: on a fast machine all answers can be younger than what it tells."""
+    pair["old"] = 3
+    code, document = call()
+    assert code == 0 and document["measured"]["peer_cpu_seconds"] == 1.5
 
 
 def idle(pair):

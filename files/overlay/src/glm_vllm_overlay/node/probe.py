@@ -33,6 +33,7 @@ TOKENS = 64
 # One token proves that both ranks work; a hung one would keep a client waiting for as long as it likes.
 TOKEN_PATIENCE = 120.0
 ANSWER_PATIENCE = 300.0
+STATE_PATIENCE = 5.0
 JOURNAL = "look at `glm-vllm status` and `journalctl -u glm-vllm-head`"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -131,6 +132,12 @@ def counters(text: str, name: str) -> float:
 def fabric_bytes(node: dict) -> int:
     """Bytes that a node's rails have carried so far."""
     return sum(rail["rx_bytes"] + rail["tx_bytes"] for rail in node["fabric"]["rails"])
+
+
+def share(before: dict, after: dict) -> tuple[float, int]:
+    """Processor seconds of a rank and bytes on its rails, between two of its node's documents."""
+    worked = after["rank"]["cpu_seconds"] - before["rank"]["cpu_seconds"]
+    return worked, fabric_bytes(after) - fabric_bytes(before)
 
 
 def deployed_speculator(paths: Paths) -> str:
@@ -267,7 +274,7 @@ class Probe:
 
     def ranks(self) -> None:
         """Both nodes run the same thing, and rank 1 did its share of the answers above."""
-        own, before, after = state.own(self.paths), self.peer_before, self.ask_peer()
+        own, before, after = state.own(self.paths), self.peer_before, self.ask_peer_afterwards()
         for answer in (before, after):
             if isinstance(answer, Exception):
                 raise Failed(
@@ -284,8 +291,7 @@ class Probe:
                 raise Failed(
                     f"{own['node']} has {words} {own[field]} and {name} {after[field]}: run site.yml for both nodes"
                 )
-        worked = after["rank"]["cpu_seconds"] - before["rank"]["cpu_seconds"]
-        carried = fabric_bytes(after) - fabric_bytes(before)
+        worked, carried = share(before, after)
         self.measured |= {"peer": name, "peer_cpu_seconds": round(worked, 4), "peer_fabric_bytes": carried}
         if worked <= 0:
             raise Failed(f"rank 1 on {name} did nothing for the answers: look at `journalctl -u glm-vllm-worker` there")
@@ -293,6 +299,17 @@ class Probe:
             raise Failed(
                 f"no byte crossed the rails of {name} while the answers were made: run `glm-vllm fabric` on both nodes"
             )
+
+    def ask_peer_afterwards(self) -> dict | Silent | Unusable:
+        """The peer's document with the answers in it: what its watch tells can be some seconds old."""
+        deadline = time.monotonic() + STATE_PATIENCE
+        while True:
+            after = self.ask_peer()
+            if isinstance(after, Exception) or isinstance(self.peer_before, Exception):
+                return after
+            if min(share(self.peer_before, after)) > 0 or time.monotonic() > deadline:
+                return after
+            time.sleep(0.2)
 
     def ask_peer(self) -> dict | Silent | Unusable:
         """The peer's document, or why there is none."""
