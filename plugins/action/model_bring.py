@@ -11,7 +11,7 @@
 The job runs as a transient unit of systemd, `glm-vllm-model.service`: it goes on when this controller goes away, and
 the next run waits for it. `origins` may be empty: then only what the node has elsewhere (`adopt`) is taken. With
 `plan: true` nothing is brought; the task fails where there is no room. Further arguments: `token`, `proxy`, `endpoint`,
-`only`, `adopt`, `move`, `full`, `streams`, `stall` as in node/fetch.py, `python`, and `required` (fail when it stays
+`only`, `adopt`, `move`, `full`, `streams`, `stall`, `tries` as in node/fetch.py, `python`, and `required` (fail when it stays
 incomplete). Returns what `glm-vllm fetch` answers. Check mode foretells from names and sizes.
 """
 
@@ -68,7 +68,7 @@ class ActionModule(ActionBase):
     TRANSFERS_FILES = True
     _supports_check_mode = True
     _VALID_ARGS = frozenset(
-        ("name", "revision", "folder", "files", "origins", "only", "adopt", "move", "full", "streams", "stall")
+        ("name", "revision", "folder", "files", "origins", "only", "adopt", "move", "full", "streams", "stall", "tries")
         + ("token", "proxy", "endpoint", *OPTIONS)
     )
 

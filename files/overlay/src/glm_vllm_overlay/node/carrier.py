@@ -208,7 +208,7 @@ class Rsync(Tool):
         return super().variables() | {"RSYNC_PASSWORD": self.origin.get("password", "")}
 
     def command(self, name: str, part: Path) -> list[str]:
-        return ["rsync", "--append", "--copy-links", "--timeout=60", f"{self.url}/{name}", str(part)]
+        return ["rsync", "--append", "--copy-links", "--contimeout=15", "--timeout=60", f"{self.url}/{name}", str(part)]
 
     def listing(self) -> dict[str, Any]:
         """The files of the manifest that lies in the module."""

@@ -11,6 +11,7 @@ source that can be used with its files. Without, it names one model:
   full        read every byte that is here, also of files that look unchanged
   streams     files brought at once
   reserve     bytes that stay free
+  tries       without a byte of progress between them, after which a file cannot be had
   stall       seconds without a byte after which a stream is begun anew
 Nothing is trusted before it is read: a file arrives in `.partial/`, its hash is compared, and only then it gets its
 name. What is right is never brought again, and a broken run is gone on with.
@@ -183,6 +184,7 @@ class Bringing:
     origins: list[dict[str, Any]]
     streams: int
     stall: float
+    tries: int
     backoff: float
     place: Callable[[str, Path], str]
     placed: list[str] = field(default_factory=list)
@@ -217,7 +219,7 @@ class Bringing:
                 raise Refusal(f"{self.model.folder}: no room is left for {name}; make room and run again")
             after = part.stat().st_size if part.exists() else 0
             fruitless = 0 if after > before else fruitless + 1
-            if not trouble.passing or fruitless >= TRIES:
+            if not trouble.passing or fruitless >= self.tries:
                 raise Refusal(f"{name} of {label}: {trouble}; run again, what has arrived stays")
             time.sleep(min(300.0, trouble.wait or self.backoff * 2 ** min(fruitless, 5)))
 
@@ -369,8 +371,7 @@ class Fetch:
             shutil.rmtree(self.folder / PARTIAL, ignore_errors=True)
 
     def bring(self, names: list[str]) -> None:
-        """Take what is here elsewhere, then bring the rest; raises Refusal when it cannot be had."""
-        self.model.distrust()
+        """Take what is here elsewhere, then bring the rest (the flag is gone already); raises Refusal where that fails."""
         for name in names:  # a wrong file is of no use, and its room is wanted
             (self.folder / name).unlink(missing_ok=True)
         self.model.remember({name: entry for name, entry in self.model.known.items() if name not in names})
@@ -389,6 +390,7 @@ class Fetch:
                 origins,
                 int(self.job.get("streams", 8)),
                 float(self.job.get("stall", 60)),
+                int(self.job.get("tries", TRIES)),
                 float(self.job.get("backoff", 1)),
                 lambda name, part: self.placed(bringing, name, part),
             )
@@ -436,7 +438,7 @@ class Fetch:
             self.known_hashes()
             findings = self.look()
             changed = False
-            self.model.remember({n: entry for n, entry in findings.digests.items() if n not in findings.wrong})
+            self.model.remember(findings.digests)
             self.learnt = {name: self.model.known[name][3] for name in self.wanted if name not in findings.wrong}
             if findings.wrong:
                 changed = self.model.distrust()
