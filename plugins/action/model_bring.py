@@ -11,8 +11,8 @@
 The job runs as a transient unit of systemd, `glm-vllm-model.service`: it goes on when this controller goes away, and
 the next run waits for it. `origins` may be empty: then only what the node has elsewhere (`adopt`) is taken. With
 `plan: true` nothing is brought; the task fails where there is no room. Further arguments: `token`, `proxy`, `endpoint`,
-`only`, `adopt`, `move`, `full`, `streams`, `stall`, `tries` as in node/fetch.py, `python`, and `required` (fail when it stays
-incomplete). Returns what `glm-vllm fetch` answers. Check mode foretells from names and sizes.
+`only`, `adopt`, `move`, `full`, `streams`, `stall`, `tries` as in node/fetch.py, `python`, and `required` (fail when it
+stays incomplete). Returns what `glm-vllm fetch` answers. Check mode foretells from names and sizes.
 """
 
 from __future__ import annotations
