@@ -20,6 +20,12 @@ COPY = Path("/var/tmp/copy")
 RAILS = ("enp1s0f1np1", "enP2p1s0f1np1")
 
 
+def inside(node: str, *command: str) -> str:
+    """Run a command as a unit of the node, so that the node's control group counts what it uses; its output."""
+    unit = ["systemd-run", "--quiet", "--wait", "--pipe", "--collect"]
+    return bed.on(node, *unit, *command, timeout=600)
+
+
 def cpu() -> float:
     """Processor seconds of both nodes' userspace and kernel so far, by their control groups."""
     total = 0.0
@@ -66,11 +72,11 @@ def served(site):
 def ours(job: dict) -> dict:
     """Copy and prove, as the role does; returns the answer."""
     bed.on(bed.WORKER, "sh", "-c", f"cat > /run/job.json <<'E'\n{json.dumps(job)}\nE")
-    return json.loads(bed.on(bed.WORKER, "python3", PYZ, "fetch", "/run/job.json", timeout=600))
+    return json.loads(inside(bed.WORKER, "python3", PYZ, "fetch", "/run/job.json"))
 
 
-def over_ssh(site) -> None:
-    """`rsync -a` over SSH between the nodes, on the fabric address, then sha256sum of what came."""
+def ssh_key() -> None:
+    """Let root of the worker log in to the head as the bed's user."""
     key = "test -e /root/.ssh/speed || ssh-keygen -q -t ed25519 -N '' -f /root/.ssh/speed"
     bed.on(bed.WORKER, "sh", "-c", f"mkdir -p /root/.ssh; {key}")
     public = bed.on(bed.WORKER, "cat", "/root/.ssh/speed.pub").strip()
@@ -80,9 +86,13 @@ def over_ssh(site) -> None:
         "-c",
         f"grep -qF '{public}' /home/ops/.ssh/authorized_keys || echo '{public}' >> /home/ops/.ssh/authorized_keys",
     )
+
+
+def over_ssh(site) -> None:
+    """`rsync -a` over SSH between the nodes, on the fabric address."""
     address = json.loads(bed.on(bed.WORKER, "cat", "/etc/glm-vllm/fabric.json"))["rails"][0]["peer"]
     ssh = "ssh -i /root/.ssh/speed -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    bed.on(bed.WORKER, "rsync", "-a", "-e", ssh, f"ops@{address}:{site.folder}/", f"{COPY}/", timeout=600)
+    inside(bed.WORKER, "rsync", "-a", "-e", ssh, f"ops@{address}:{site.folder}/", f"{COPY}/")
 
 
 def report(capsys, text: str) -> None:
@@ -94,9 +104,10 @@ def test_the_copy_costs_less_than_rsync_over_ssh(site, served, capsys):
     gb = site.bytes / 1e9
     seconds, used, moved = measured(lambda: ours(served))
     bed.on(bed.WORKER, "rm", "-rf", str(COPY))
+    ssh_key()
     plain_seconds, plain_used, _ = measured(lambda: over_ssh(site))
     hash_seconds, hash_used, _ = measured(
-        lambda: bed.on(bed.WORKER, "sh", "-c", f"cd {COPY} && sha256sum *.safetensors > /dev/null", timeout=600)
+        lambda: inside(bed.WORKER, "sh", "-c", f"cd {COPY} && sha256sum *.safetensors > /dev/null")
     )
     report(
         capsys,
@@ -130,10 +141,10 @@ def test_a_copy_that_is_cut_in_the_middle_sends_little_twice(site, served, capsy
 def test_verification_uses_all_cores(site, capsys):
     site.run()
     shell = f"cd {site.folder} && for file in *.safetensors; do sha256sum $file > /dev/null; done"
-    one_seconds, one_used, _ = measured(lambda: bed.on(bed.HEAD, "sh", "-c", shell, timeout=600))
+    one_seconds, one_used, _ = measured(lambda: inside(bed.HEAD, "sh", "-c", shell))
     verify = ["python3", PYZ, "verify", "--full", "--json", str(site.folder)]
-    seconds, used, _ = measured(lambda: bed.on(bed.HEAD, *verify, timeout=600))
-    again, _, _ = measured(lambda: bed.on(bed.HEAD, *verify[:3], *verify[4:]))
+    seconds, used, _ = measured(lambda: inside(bed.HEAD, *verify))
+    again, _, _ = measured(lambda: inside(bed.HEAD, *verify[:3], *verify[4:]))
     report(
         capsys,
         f"verify --full {site.bytes / 1e9 / seconds:.2f} GB/s ({used:.2f} CPU-s), sha256sum one by one "

@@ -371,7 +371,7 @@ class Fetch:
             shutil.rmtree(self.folder / PARTIAL, ignore_errors=True)
 
     def bring(self, names: list[str]) -> None:
-        """Take what is here elsewhere, then bring the rest; raises Refusal where that fails. The flag is gone already."""
+        """Take what is here elsewhere, then bring the rest; raises Refusal where that fails. The flag is gone."""
         for name in names:  # a wrong file is of no use, and its room is wanted
             (self.folder / name).unlink(missing_ok=True)
         self.model.remember({name: entry for name, entry in self.model.known.items() if name not in names})
