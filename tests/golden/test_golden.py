@@ -258,6 +258,4 @@ def test_how_far_the_units_are_open(rendered, tmp_path, name):
     recorded = {unit: float(number) for unit, number in re.findall(r"(?m)^\| `(\S+\.service)` \| ([\d.]+) \|", page)}
     assert set(recorded) == {*GUARDED, *MEASURED}
     if version == re.search(r"as systemd (\d+) counts", page).group(1):
-        if name == "sparks-ray":  # the engine shares a folder for temporary files with Ray there, which counts
-            del found["glm-vllm-head.service"]
         assert found == {unit: recorded[unit] for unit in found}
