@@ -173,7 +173,9 @@ def test_the_trap_is_named_with_its_remedy(ours: None) -> None:
         gid = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}"
         for net, hca in ((177, "rocep1s0f1"), (178, "roceP2p1s0f1")):
             text = gid.format(192, 168, net, cables.HOST[node])
+            # What the kernel writes once the address is there
             pair.write(node, f"/run/twin-standins/class/infiniband/{hca}/ports/1/gids/3", text)
+            pair.write(node, f"/run/twin-standins/class/infiniband/{hca}/ports/1/state", "4: ACTIVE")
     run = cables.network(**rdma)
     assert run.status == 0, run.failures()
     assert all(rail["gbps"] > 80 for rail in cables.record(bed.HEAD)["rails"] if rail["node"] == bed.WORKER)
