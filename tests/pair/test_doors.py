@@ -36,10 +36,10 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def connect(port: int, address: str = HEAD) -> socket.socket:
+def connect(port: int, address: str = HEAD, timeout: float = 5) -> socket.socket:
     """A connection from the controller's network; OSError when nobody takes it."""
     with bed.controller_network():
-        return socket.create_connection((address, port), timeout=5)
+        return socket.create_connection((address, port), timeout)
 
 
 def ask(
@@ -146,7 +146,7 @@ def test_old_tls(authority: Path, version: str) -> None:
 def test_ports_that_are_not_for_clients(address: str, port: int) -> None:
     """Fails when the engine, the state service, the rendezvous or Ray can be reached past the gateway."""
     with pytest.raises(OSError):
-        connect(port, address)
+        connect(port, address, timeout=1)
 
 
 def test_a_renewal(authority: Path) -> None:
