@@ -194,7 +194,7 @@ def test_weights_are_verified_on_both(node: Host) -> None:
 def test_footprint_lists_what_is_there(node: Host) -> None:
     """Fails when uninstall would look for something that was never made, or when a role records nothing."""
     records = document(node, "/var/lib/glm-vllm/footprint.json")["records"]
-    roles = {"cuda-sm121", "cx7-network", "model-fetch", "glm-vllm-overlay"}
+    roles = {"footprint", "cuda-sm121", "cx7-network", "model-fetch", "glm-vllm-overlay"}  # its own folder comes first
     assert {record["role"] for record in records} == roles
     paths = [record["name"] for record in records if record["kind"] in ("file", "dir", "symlink")]
     assert len(paths) > 10
