@@ -181,8 +181,9 @@ def test_the_trap_is_named_with_its_remedy(ours: None) -> None:
     assert all(rail["gbps"] > 80 for rail in cables.record(bed.HEAD)["rails"] if rail["node"] == bed.WORKER)
     try:
         pair.write(bed.WORKER, recorded, healthy.replace("97.28", "13.23").replace("92.57", "13.23"))
-        said = cables.refusals(cables.network(**rdma))
+        run = cables.network(**rdma)
     finally:
         pair.write(bed.WORKER, recorded, healthy)
-    assert len(said) == 1 and "13.2 Gb/s, below the floor of 80; the port is wedged" in said[0]
+    said = cables.refusals(run)
+    assert run.status and len(said) == 1 and "13.2 Gb/s, below the floor of 80; the port is wedged" in said[0]
     assert "reboot both Sparks" in said[0]
