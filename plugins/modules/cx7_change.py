@@ -200,7 +200,7 @@ class Change:
                 if Path("/", source).is_dir():
                     shutil.copytree(Path("/", source), root / source)
             for path in self.existing():
-                (root / path.lstrip("/")).unlink()
+                (root / path.lstrip("/")).unlink(missing_ok=True)
             for path, content in self.files.items():
                 write(root / path.lstrip("/"), content)
             code, out, err = self.module.run_command(["netplan", "generate", "--root-dir", folder])
