@@ -48,6 +48,13 @@ def test_passes_and_leaves_a_session(node, peer, glm_vllm):
     assert (node.root / "proc/sys/vm/drop_caches").read_text() == "1\n"
 
 
+def test_has_the_driver_make_the_device_files(node, peer, glm_vllm):
+    helper = node.root / "usr/bin/nvidia-modprobe"
+    node.program(helper, '#!/bin/sh\necho "$*" >> "$GLM_ROOT/asked"\nexit 1\n')
+    assert glm_vllm("gate")[0] == 0
+    assert (node.root / "asked").read_text() == "-c=0\n-c=0 -u\n"
+
+
 def test_no_address(node, peer, glm_vllm):
     node.addresses("[]")
     assert "no interface has this address" in refused(glm_vllm, node)

@@ -105,3 +105,17 @@ def test_a_problem_stops_before_any_machine(inventory):
     )
     assert done.returncode == 2
     assert "TASK [SSH and sudo answer]" not in done.stdout
+
+
+def test_half_a_pair_is_refused_before_it_is_reached():
+    done = subprocess.run(
+        [PLAYBOOK, "site.yml", "-i", "inventory/sparks", "--limit", "spark-b"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "spark-a is left out by --limit" in " ".join(done.stdout.split())
+    assert "TASK [SSH and sudo answer]" not in done.stdout

@@ -150,6 +150,17 @@ def drop_caches(helper: Path, target: str) -> None:
         raise Unusable(f"the page cache cannot be dropped ({said}): run the gate as root") from None
 
 
+def make_device_files(helper: Path) -> None:
+    """Have the driver's helper make /dev/nvidia0 and /dev/nvidia-uvm where nothing has since the boot.
+
+    CUDA calls it by itself, but it is setuid and the engine's unit gains no privileges. Its failure is no reason to
+    stop: what is missing then, CUDA names in the engine's journal.
+    """
+    if helper.exists():
+        for arguments in (("-c=0",), ("-c=0", "-u")):
+            subprocess.run([helper, *arguments], check=False, capture_output=True)
+
+
 def different(mine: dict, peer: dict) -> str:
     """The first thing in which the nodes would run something else, as one sentence; "" when they agree."""
     a, b = mine["node"], peer["node"]
@@ -240,6 +251,7 @@ def run(args: argparse.Namespace) -> int:
         current = read_json(paths.deployment)["release"]
         release.check_kernels(paths, current)
         release.check_modules(paths, current)
+        make_device_files(paths.device_helper)
         gate.memory(settings.utilisation)
         peer = gate.meet(fabric)
     except (Refusal, Unusable) as error:

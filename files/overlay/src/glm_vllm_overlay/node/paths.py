@@ -29,6 +29,7 @@ class Paths:
         self.memory_record = self.home / "watch/memory.json"
         self.releases = self.root / "opt/glm-vllm/releases"
         self.drop_caches = self.root / "usr/local/sbin/glm-vllm-drop-caches"
+        self.device_helper = self.root / "usr/bin/nvidia-modprobe"
         self.proc = self.root / "proc"
         self.sys = self.root / "sys"
         self.net = self.sys / "class/net"
