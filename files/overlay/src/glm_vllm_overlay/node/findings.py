@@ -349,7 +349,7 @@ TABLE = (
         "F32",
         "stop",
         "The loader dies after a large copy",
-        "Run `sync; echo 3 > /proc/sys/vm/drop_caches` after a copy and before the load, as `glm-vllm gate` does.",
+        "Run `sync` after a copy and before the load; `glm-vllm gate` then drops the page cache at each start.",
         (
             said(
                 "exceeds device memory budget",
@@ -593,7 +593,7 @@ TABLE = (
         "warn",
         "A free-space check that counts what is there already",
         "Run playbooks/weights.yml, which counts only what is missing.",
-        unseen="needs the file system; playbooks/preflight.yml looks",
+        unseen="needs the file system; playbooks/weights.yml looks before it writes",
     ),
     Kind(
         "F57",
