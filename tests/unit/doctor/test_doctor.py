@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -224,6 +226,64 @@ def test_a_pipe_under_the_name_of_a_file_does_not_hang(bundle):
     assert bundle.found() == set()
 
 
+@pytest.fixture
+def closed():
+    """`closed(bundle, name)`: a copy of the parent folder, all but `name` readable; then no longer root."""
+    root, user = Path(tempfile.mkdtemp()), os.geteuid()
+
+    def close(bundle, name):
+        folder = root / "nodes"
+        shutil.copytree(bundle.folder.parent, folder)
+        # What is imported late may lie where only root reads.
+        for command in ("doctor", "fabric"):
+            cli.main([command, "--bundle", str(bundle.folder)])
+        for path in (root, folder):
+            path.chmod(0o755)
+        (folder / name).chmod(0)
+        if user == 0:
+            os.seteuid(65534)
+        return folder
+
+    yield close
+    os.seteuid(user)
+    for path in [root, *root.rglob("*")]:
+        path.chmod(0o755)
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("meminfo", "ip-addr.json", "netplan", "sys", "sys/class", "sys/class/infiniband"),
+        "sys/class/infiniband/rocep1s0f0/device",
+        "sys/class/infiniband/rocep1s0f0/ports/1",
+    ],
+)
+def test_what_cannot_be_read_is_left_out(bundle, closed, capsys, name):
+    folder = closed(bundle, f"spark-a/{name}")
+    code, out, err = run(capsys, "--bundle", str(folder / "spark-a"), "--json")
+    assert (code, "stop" in out) == (0, False)
+    assert "rocep1s0f0/" in name or f"{name} cannot be read" in err
+    assert cli.main(["fabric", "--bundle", str(folder / "spark-a"), "--json"]) in (0, 2)
+
+
+def test_a_node_that_cannot_be_read_is_named_and_the_other_is_judged(pair, closed, capsys):
+    code, _, err = run(capsys, "--bundle", str(closed(pair[0], "spark-b")))
+    assert code == 0
+    assert "the folder spark-b cannot be read" in err
+
+
+@pytest.mark.parametrize("name", [".", "spark-a"])
+def test_a_bundle_that_cannot_be_read_ends_with_2(bundle, closed, capsys, name):
+    code, _, err = run(capsys, "--bundle", str(closed(bundle, name)))
+    assert code == 2
+    assert "cannot be read: run as its owner" in err
+
+
+def test_a_path_that_is_too_long_ends_with_2(capsys):
+    assert run(capsys, "--bundle", "/" + "x" * 5000)[0] == 2
+
+
 def test_secrets_do_not_show_in_evidence(bundle, capsys):
     append(
         "engine.log",
@@ -263,6 +323,16 @@ def test_huge_logs_take_seconds(bundle):
     append("journal.txt", "NVRM: Xid (PCI:000f:01:00): 31, pid=1")(bundle)
     begun = time.process_time()
     assert bundle.found() == {"R8 stop"}
+    assert time.process_time() - begun < 10
+
+
+def test_huge_lines_and_results_take_seconds(bundle):
+    row = " 17179869184 2147483648 float none -1 372345 46.14 22.1 0 372111 46.17 22.1 0\n"
+    bundle.put("nccl-tests.txt", "#  Rank  0\n#  Rank  1\n" + row * 200_000)
+    bundle.put("journal.txt", "nvcc" * 100_000 + "\n" + ("AER" * 3000 + "\n") * 20)
+    bundle.put("nvidia-smi-table.txt", ("|" + " C " * 3000 + "\n") * 100)
+    begun = time.process_time()
+    assert bundle.found() == set()
     assert time.process_time() - begun < 10
 
 

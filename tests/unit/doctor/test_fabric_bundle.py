@@ -18,6 +18,7 @@ from variants import (
     link,
     mapped,
     mlx5,
+    nameless_card,
     port_one,
     states,
     steps,
@@ -77,6 +78,7 @@ def test_different_indices_leave_the_search_to_nccl(bundle, fabric):
         (foreign_card, "rocep1s0f0,roceP2p1s0f0", "enp1s0f0np0"),
         (bond, "rocep1s0f0", "bond0"),
         (link(TWINS[1]), "rocep1s0f0", "enp1s0f0np0"),
+        (nameless_card, "rocep1s0f0,roceP2p1s0f0", "enp1s0f0np0"),
     ],
 )
 def test_shapes_of_a_node(bundle, fabric, change, hca, interface):
@@ -85,6 +87,16 @@ def test_shapes_of_a_node(bundle, fabric, change, hca, interface):
     assert code == 0, document
     assert document["environment"]["NCCL_IB_HCA"] == hca
     assert document["environment"]["NCCL_SOCKET_IFNAME"] == interface
+
+
+def test_of_several_addresses_on_a_port_one_with_a_gid_is_taken(bundle, fabric):
+    """NCCL takes each device once, and one index serves both although an address more sits at another."""
+    gid(HCAS[0], 9, mapped("10.9.9.9"))(bundle)
+    bundle.ip(lambda e: e[TWINS[0]].update(addr_info=[v4("169.254.3.4"), *e[TWINS[0]]["addr_info"], v4("10.9.9.9")]))
+    environment = fabric(bundle.folder)[1]["environment"]
+    assert environment["NCCL_IB_HCA"] == ",".join(HCAS)
+    assert environment["VLLM_HOST_IP"] == "192.168.100.10"
+    assert environment["NCCL_IB_GID_INDEX"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ LINES: (expected finding, file, line): a line that is appended to a log. VARIANT
 from __future__ import annotations
 
 import json
+import os
 
 from bundles import FIXTURES, healthy
 
@@ -181,6 +182,16 @@ def foreign_card(b):
     append("ibdev2netdev.txt", "bnxt_re0 port 1 ==> enp129s0f0np0 (Up)")(b)
 
 
+def nameless_card(b):
+    """Another card of the same maker under names that tell nothing, and nothing that tells of its hardware."""
+    b.ip(
+        lambda e: e.update(eth1=dict(e[TWINS[0]]) | {"ifname": "eth1", "mtu": 1500, "addr_info": [v4("198.51.100.9")]})
+    )
+    b.put("sys/class/infiniband/mlx5_0/device/net/eth1/.keep", "")
+    b.put("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
+    gid("mlx5_0", 3, mapped("198.51.100.9"))(b)
+
+
 def hardware_says(b):
     """Names that mislead: the hardware tells who is whose twin."""
     for twin in TWINS:
@@ -299,6 +310,24 @@ NODE = {
         steps(lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v4("192.168.100.200"))), gid(HCAS[0], 9, mapped("192.168.100.200"))),
         {"F11 info"},
     ),
+    "healthy, a second address without a GID": (lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v4("10.9.9.9"))), set()),
+    "healthy, a second address and the first one pinned": (
+        steps(
+            lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v4("10.9.9.9"))), gid(HCAS[0], 9, mapped("10.9.9.9")),
+            append("nccl.log", "NCCL INFO NCCL_IB_GID_INDEX set by environment to 3."),
+        ),
+        {"F11 info"},
+    ),
+    "healthy, a nameless card": (nameless_card, set()),
+    "healthy, NCCL's line cut off": (put("nccl.log", "NET/IB : Using [0]rocep1s0f0:1/RoCE [1]roceP2p1"), set()),
+    "healthy, rdma link cut off within a word": (
+        lambda b: b.edit("rdma-link.txt", lambda t: t[: t.index("state ACTIVE", t.index("roceP2p1s0f0")) + len("state ACT")]), set()),
+    "healthy, a log in another script": (
+        steps(put("engine.log", "99%|\u2588\u2588\u2588\u2588\u2588\u2588\u2588\u2588| \u4f60\u597d\n"), only("engine.log")), set()),
+    "healthy, noise for the states of ports": (states("\x93\x01~\n", *HCAS, "rocep1s0f1", "roceP2p1s0f1"), set()),
+    "healthy, a pipe in sysfs": (lambda b: os.mkfifo(b.put("sys/class/net/enp1s0f0np0/mtu", "9000").drop("sys/class/net/enp1s0f0np0/mtu").folder / "sys/class/net/enp1s0f0np0/mtu"), set()),
+    "healthy, netplan with addresses that are none": (put("netplan/50-x.yaml", "network: {ethernets: {enp1s0f0np0: {addresses: 5}}}\n"), set()),
+    "healthy, an endless interface name": (lambda b: b.put("sys/class/net/enp1s0f0np0/mtu", "9000").ip(lambda e: e["enP7s7"].update(ifname="x" * 5000)), set()),
     "healthy, IPv6 beside IPv4": (lambda b: b.ip(lambda e: e[TWINS[0]]["addr_info"].append(v6("2001:db8::1"))), set()),
     "healthy, management has IPv6 only": (lambda b: b.ip(lambda e: e["enP7s7"].update(addr_info=[v6("2001:db8::5")])), set()),
     "healthy, interface names lost from sysfs": (
@@ -419,6 +448,7 @@ NODE = {
     "F11 shifted, and another node's": (lambda b: b.sysfs("sysfs_gid_shift5"), {"F10 stop", "F11 info"}),
     "F11 no link-local": (moved(3, 1, *HCAS), {"F11 info"}),
     "F13 empty": (append("engine.log", "environment: NCCL_NET=IB NCCL_IB_GID_INDEX= NCCL_IB_HCA=rocep1s0f0"), {"F13 stop"}),
+    "F13 null": (append("engine.log", "NCCL_IB_GID_INDEX:"), {"F13 stop"}),
     "F13 quoted": (append("engine.log", 'export NCCL_IB_GID_INDEX=""'), {"F13 stop"}),
     # F14-F17
     "F14 one subnet": (reachable_twins, {"F14 stop"}),
@@ -473,6 +503,9 @@ NODE = {
     "F31 by a hair": (
         append("engine.log", "ValueError: Free memory on device cuda:0 (107.45/123.72 GiB) on startup is less than desired GPU memory utilization (0.87, 107.64 GiB)."),
         {"F30 warn", "F31 info"}),
+    "F31 by a hair, an older engine": (
+        append("engine.log", "ValueError: Free memory on device (107.45/123.72 GiB) on startup is less than desired GPU memory utilization (0.87, 107.64 GiB)."),
+        {"F30 warn", "F31 info"}),
     "F33 swap": (memory(SwapTotal=16777212), set()),  # already in ALWAYS
     "F36 nothing left": (steps(memory(MemAvailable=1005568, MemFree=1005568), append("engine.log", "This does not respect the gpu_memory_utilization config.")), {"F36 warn", "F30 warn"}),
     "F39 the last line": (put("engine.log", "INFO CustomAllreduce is disabled because this process group spans across nodes.\n\n"), {"F39 warn"}),
@@ -504,6 +537,7 @@ LINES = [
     ("F19 warn", "nccl.log", "NCCL WARN NET/IB: Got completion from peer with status=IBV_WC_RETRY_EXC_ERR(12)"),
     ("F21 stop", "nccl-tests.txt", "A daemon failed to report back"),
     ("F23 stop", "engine.log", "RuntimeError: [enforce fail at ...gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: enp1s0f1np1"),
+    ("F23 stop", "engine.log", "environment: {'GLOO_SOCKET_IFNAME': 'ens5'}"),
     ("F23 stop", "nccl.log", "NCCL_SOCKET_IFNAME set by environment to enp1s0f1np1"),
     ("F24 stop", "engine.log", "Unable to resolve hostname to a (local) address. Using the loopback address as fallback."),
     ("F24 stop", "engine.log", "Gloo connectFullMesh failed with ... remote=[127.0.0.1]:4242"),
@@ -515,6 +549,7 @@ LINES = [
     ("F32 stop", "engine.log", "RuntimeError: buffer_size (1268776960 B) exceeds device memory budget (693237760 B)"),
     ("F33 stop", "journal.txt", "NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051) returned from _memdescAllocInternal(pMemDesc) @ mem_desc.c:1359"),
     ("F33 stop", "journal.txt", "oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,task=python3"),
+    ("F33 stop", "journal.txt", "kernel: Out of memory: Killed process 6330 (VLLM::Worker) total-vm:1024kB"),
     ("F34 info", "journal.txt", "spark-a earlyoom[812]: sending SIGTERM to process 6330 uid 1000 \"VLLM::Worker\""),
     ("F35 stop", "engine.log", "To serve at least one request with the models's max seq len (1000000), (17.51 GiB KV cache is needed"),
     ("F37 warn", "engine.log", "Error: No available node types can fulfill resource request {'GPU': 1.0, 'node:192.0.2.12': 0.001}"),
@@ -545,6 +580,7 @@ LINES = [
     ("R2 stop", "engine.log", "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory."),
     ("R3 stop", "engine.log", "RayWorkerProc rank=[0] died unexpectedly"),
     ("R4 stop", "engine.log", "nvcc error : 'cicc' died due to signal 9 (Kill signal)"),
+    ("R4 stop", "journal.txt", "kernel: Memory cgroup out of memory: Killed process 4242 (cicc) total-vm:1024kB"),
     ("R4 stop", "journal.txt", "oom-kill:constraint=CONSTRAINT_MEMCG,task=cicc,pid=4242"),
     ("R5 warn", "engine.log", "WARNING Triton kernel JIT compilation during inference: _fwd_kernel"),
     ("R7 stop", "engine.log", "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
@@ -582,6 +618,8 @@ PAIR = {
         both(lambda b: b.ip(lambda e: e.update(l4tbr0=dict(e["docker0"]) | {"ifname": "l4tbr0", "addr_info": [v4("192.168.55.1")]}))), set()),
     "healthy, one GID index": (second(moved(5, 3, *HCAS)), {"-F11 info", "-F12 info"}),
     "F04 other sockets": (second(port_one), {"F04 warn"}),
+    "F04 by one listing": (
+        second(lambda b: b.edit("ibdev2netdev.txt", lambda t: t.replace("Up", "?").replace("Down", "Up").replace("?", "Down"))), {"F04 warn"}),
     "F12 pinned": (both(append("nccl.log", "NCCL INFO NCCL_IB_GID_INDEX set by environment to 3.")), {"F12 stop", "-F12 info", "F11 stop", "-F11 info"}),
     "F14 one address twice": (same_rail_address, {"F14 stop"}),
     "F14 one management address twice": (second(lambda b: b.ip(lambda e: e["enP7s7"].update(addr_info=[v4("192.0.2.11")]))), {"F14 stop"}),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ PLACED = re.compile(r"^(?:en|wl|ww|sl)(?:[osx]|P?\d*p\d|P\d)")
 SOFT_HCA = re.compile(r"^(?:rxe|siw)")
 MELLANOX, CX7 = "0x15b3", "0x1021"
 IBDEV2NETDEV = re.compile(r"^(\S+) port (\d+) ==> (\S+) \((Up|Down)\)$")
-RDMA_LINK = re.compile(r"^link (\S+?)/(\d+)\b.*? state (\S+)(?:.* netdev (\S+))?")
+# What the kernel calls the states of an RDMA port; anything else is noise, or a line that was cut off.
+PORT_STATE = re.compile(r"(?:ACTIVE|ACTIVE_DEFER|ARMED|INIT|DOWN|NOP)\b")
+RDMA_LINK = re.compile(rf"^link (\S+?)/(\d+)\b.*? state ({PORT_STATE.pattern})(?:.* netdev (\S+))?")
 SHOW_GIDS = re.compile(
     r"^(\S+)\s+(\d{1,5})\s+(\d{1,5})\s+([0-9a-fA-F:]{3,39})\s+(?:[\d.]{7,15}\s+)?(v[12])\b(?:\s+(\S+))?$"
 )
@@ -156,9 +159,10 @@ class Node:
 def read(path: Path) -> str | None:
     """The text of a sysfs file, or None: sysfs answers EINVAL for the carrier and speed of a port that is down."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read(4096).decode(errors="replace").strip("\0 \t\r\n")
-    except OSError:
+        # In a bundle a pipe may stand here: opening it would wait for its writer, for ever.
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return (file.read(4096) or b"").decode(errors="replace").strip("\0 \t\r\n")
+    except (OSError, ValueError):
         return None
 
 
@@ -169,6 +173,16 @@ def number(text: str | None) -> int | None:
     except ValueError:
         return None
     return value if value >= 0 else None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder that can be read: one that cannot tells nothing, and not that it is empty."""
+    try:
+        os.scandir(path).close()
+        os.stat(os.path.join(path, "."))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def names_in(folder: Path | None) -> list[str]:
@@ -274,7 +288,7 @@ def gids_of(port: Path) -> Iterator[Gid]:
 def table_of(device: Path) -> list[Gid] | None:
     """The GID table of an RDMA device, all ports; None when the folder holds none."""
     ports = [device / "ports" / name for name in names_in(device / "ports")]
-    if not any((port / "gids").is_dir() for port in ports):
+    if not any(is_folder(port / "gids") for port in ports):
         return None
     return sorted((gid for port in ports for gid in gids_of(port)), key=lambda gid: (gid.port, gid.index))
 
@@ -285,7 +299,7 @@ def identity(device: Path) -> bool | None:
     driver = driver_of(device)
     if (vendor and vendor != MELLANOX) or (model and model != CX7) or driver not in ("", "mlx5_core"):
         return False
-    if (device / "physfn").exists():
+    if os.path.exists(device / "physfn"):
         return False
     return True if (vendor and model) or driver else None
 
@@ -293,7 +307,7 @@ def identity(device: Path) -> bool | None:
 def driver_of(device: Path) -> str:
     """The driver of a PCI device: where its link points, or what a copy of its uevent says."""
     link = device / "driver"
-    if link.is_symlink():
+    if os.path.islink(link):
         return link.readlink().name
     match = re.search(r"^DRIVER=(\S+)$", read(device / "uevent") or "", re.MULTILINE)
     return match[1] if match else ""
@@ -302,13 +316,13 @@ def driver_of(device: Path) -> str:
 def sysfs_hcas(sysfs: Path) -> dict[str, Hca] | None:
     """The RDMA devices in a folder of sysfs; None when it tells nothing of RDMA."""
     root = sysfs / "class/infiniband"
-    if not root.is_dir():
+    if not is_folder(root):
         return None
     found = {}
     for name in names_in(root):
         device = root / name
         states = [read(device / "ports" / port / "state") for port in names_in(device / "ports")]
-        told = [state for state in states if state]
+        told = [state for state in states if state and PORT_STATE.search(state)]
         known = identity(device / "device")
         kind = read(device / "hca_type") or ""
         gids = table_of(device)
@@ -340,12 +354,16 @@ def all_hcas(sources: Sources) -> dict[str, Hca] | None:
         for parser, text in ((parse_ibdev2netdev, sources.ibdev2netdev), (parse_rdma_link, sources.rdma_link))
         if text is not None
     ]
+    active = {name for name, hca in (found or {}).items() if hca.active}
     for listing in listings:
         found = {} if found is None else found
+        up_there = {name for name, _, up in listing if up}
+        # It names other ports of the same devices: the cable was in the other socket then, and sysfs is the kernel's.
+        stale = bool(active and up_there) and up_there <= found.keys() and not up_there & active
         for name, netdev, up in listing:
             hca = found.setdefault(name, Hca(name))
             hca.netdev = hca.netdev or netdev
-            hca.active = worse(hca.active, up)
+            hca.active = hca.active if stale else worse(hca.active, up)
     if sources.show_gids is not None:
         found = {} if found is None else found
         add_shown_gids(found, sources.show_gids)
@@ -374,8 +392,11 @@ def add_shown_gids(found: dict[str, Hca], text: str) -> None:
 # ---- ports -----------------------------------------------------------------------------------------------------------
 
 
-def is_port(name: str, device: Path | None, hca: Hca | None, aliases: list[str]) -> bool:
-    """Whether an interface is a ConnectX-7 port: by its hardware where it tells, else by the name DGX OS gives it."""
+def is_port(name: str, device: Path | None, hca: Hca | None, aliases: list[str], guess: bool) -> bool:
+    """Whether an interface is a ConnectX-7 port: by its hardware where it tells, else by the name DGX OS gives it.
+
+    With `guess` the kernel's own name of any mlx5 device is enough.
+    """
     known = identity(device) if device else None
     if known is not None:
         return known
@@ -385,7 +406,7 @@ def is_port(name: str, device: Path | None, hca: Hca | None, aliases: list[str])
         return True
     if PLACED.match(name) or not hca or hca.name.startswith("mlx5_bond"):
         return False
-    return bool(SPARK_HCA.match(hca.name) or re.match(r"^mlx5_\d+$", hca.name))
+    return bool(SPARK_HCA.match(hca.name) or (guess and re.match(r"^mlx5_\d+$", hca.name)))
 
 
 def numbers_of(name: str, net: Path | None, hca: str, pci: str) -> tuple[int | None, int]:
@@ -405,7 +426,7 @@ def numbers_of(name: str, net: Path | None, hca: str, pci: str) -> tuple[int | N
 
 def pci_of(device: Path) -> str:
     """The PCI address of a device: the name that its link resolves to, or what a copy of its uevent says."""
-    if device.is_symlink():
+    if os.path.islink(device):
         name = device.resolve().name
         if re.match(r"^[0-9a-f]{4,}:", name):
             return name
@@ -421,12 +442,12 @@ def sysfs_link(net: Path) -> bool | None:
     return {"up": True, "lowerlayerdown": False}.get(read(net / "operstate") or "")
 
 
-def port_of(name: str, net: Path | None, hca: Hca | None, entry: dict | None) -> Port | None:
+def port_of(name: str, net: Path | None, hca: Hca | None, entry: dict | None, guess: bool) -> Port | None:
     """The port that an interface is, or None when it is none."""
     aliases = (entry or {}).get("altnames")
     aliases = [alias for alias in aliases if isinstance(alias, str)] if isinstance(aliases, list) else []
     device = net / "device" if net else None
-    if not is_port(name, device, hca, aliases):
+    if not is_port(name, device, hca, aliases, guess):
         return None
     named = next((alias for alias in (name, *aliases) if SPARK_NETDEV.match(alias)), name)
     pci = pci_of(device) if device else ""
@@ -467,12 +488,14 @@ def ports_of(sysfs: Path | None, entries: list[dict] | None, hcas: dict[str, Hca
     by_netdev = {
         hca.netdev: hca for hca in sorted((hcas or {}).values(), key=lambda hca: not hca.foreign) if hca.netdev
     }
-    found = []
-    for name in sorted({*names_in(nets), *by_name, *by_netdev}):
-        net = nets / name if nets and (nets / name).is_dir() else None
-        port = port_of(name, net, by_netdev.get(name), by_name.get(name))
-        if port:
-            found.append(port)
+    found: list[Port] = []
+    # Only where no port can be told by hardware or name may a nameless one be ours; beside those it is another card's.
+    for guess in (False, True):
+        for name in () if found else sorted({*names_in(nets), *by_name, *by_netdev}):
+            net = nets / name if nets and os.path.isdir(nets / name) else None
+            port = port_of(name, net, by_netdev.get(name), by_name.get(name), guess)
+            if port:
+                found.append(port)
     return sorted(found, key=lambda port: (port.port is None, port.port or 0, port.domain, port.netdev))
 
 
@@ -516,6 +539,12 @@ def discover(sources: Sources) -> Node:
     order = {port.netdev: index for index, port in enumerate(ports)}
     node.addresses.sort(key=lambda address: order[address.ports[0].netdev])
     return node
+
+
+def gid_for(node: Node, address: Address) -> Gid | None:
+    """The RoCE v2 GID that carries an address on the device that it goes through."""
+    hca = hca_for(node, address)
+    return node.gid(hca, address.text, address.netdev) if hca else None
 
 
 def hca_for(node: Node, address: Address) -> str:

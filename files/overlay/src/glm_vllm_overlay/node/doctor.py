@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
-from glm_vllm_overlay.node import findings, live
+from glm_vllm_overlay.node import discovery, findings, live
 from glm_vllm_overlay.node import paths as node_paths
 from glm_vllm_overlay.node.errors import Unusable
 from glm_vllm_overlay.node.evidence import FILES, FOLDERS, Evidence, is_bundle
@@ -57,16 +58,18 @@ def diagnose(nodes: list[Evidence]) -> list[dict[str, str]]:
 
 def from_bundle(folder: Path) -> list[Evidence]:
     """The nodes in a bundle, or in a folder of bundles; raises Unusable when there is none, or none says anything."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise Unusable(f"{folder} is no folder: give the folder that an archive of playbooks/support.yml unpacks to")
-    try:
-        parts = sorted(part for part in folder.iterdir() if part.is_dir() and is_bundle(part))
-    except OSError as error:
-        raise Unusable(f"{folder} cannot be read ({error.strerror}): run as its owner") from None
+    if not discovery.is_folder(folder):
+        raise Unusable(f"{folder} cannot be read: run as its owner")
+    parts = [folder / name for name in discovery.names_in(folder) if os.path.isdir(folder / name)]
     if is_bundle(folder):
         nodes = [Evidence(folder, folder.resolve().name)]
     else:
-        nodes = [Evidence(part, part.name) for part in parts]
+        nodes = [Evidence(part, part.name) for part in parts if is_bundle(part)]
+    closed = [part.name for part in parts if not discovery.is_folder(part)]
+    if not nodes and closed:
+        raise Unusable(f"{' and '.join(closed)} in {folder} cannot be read: run as its owner")
     if not nodes:
         raise Unusable(f"{folder} holds none of the files of a bundle ({FILES[0]}, {FILES[1]}, … {FOLDERS[0]})")
     told = [node for node in nodes if says_anything(node)]
@@ -75,6 +78,12 @@ def from_bundle(folder: Path) -> list[Evidence]:
         raise Unusable(f"no file of {' and '.join(mute)} can be read as what its name says: collect the bundle again")
     # One node's bundle is better than none.
     told[0].unusable += [f"no file of {name} can be read as what its name says" for name in mute]
+    told[0].unusable += [f"the folder {name} cannot be read" for name in closed]
+    for node in told:
+        inside = ("sys", "sys/class", *FOLDERS)
+        shut = [name for name in inside if os.path.isdir(node.folder / name)]
+        shut = [name for name in shut if not discovery.is_folder(node.folder / name)]
+        node.unusable += [f"the folder {name} cannot be read" for name in shut]
     return told
 
 
@@ -82,14 +91,14 @@ def says_anything(node: Evidence) -> bool:
     """Whether any file of a bundle can be used. An empty listing of RDMA devices is an answer, damaged text is none."""
     if node.addresses is not None or any(node.listing(name) is not None for name in ("ip-route.json", "ip-neigh.json")):
         return True
-    if any((node.folder / name).is_dir() for name in FOLDERS):
+    if any(discovery.is_folder(node.folder / name) for name in FOLDERS):
         return True
     for name in FILES:
         data = None if name.endswith(".json") else node.data(name)
         if data is None:
             continue
         # Binary noise is no text: nothing that prints into a bundle prints NUL bytes.
-        if data.strip() and b"\0" not in data and len(data.decode("utf-8", errors="ignore")) > 0.9 * len(data):
+        if data.strip() and b"\0" not in data and len(data.decode(errors="ignore").encode()) > 0.9 * len(data):
             return True
         if not data.strip() and name in ("ibdev2netdev.txt", "rdma-link.txt"):
             return True

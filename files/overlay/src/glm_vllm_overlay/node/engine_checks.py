@@ -13,7 +13,9 @@ UTILISATION = 0.87
 # kB; the smallest 128 GB Spark shows about 127.5 million.
 SMALLEST_MEMORY = 100_000_000
 MEMLOCK_FLOOR = 1 * GIB
-IFNAME = re.compile(r"\b((?:NCCL|GLOO|TP)_SOCKET_IFNAME)(?: set by environment to |=)[\"']?=?([\w.,@-]+)")
+IFNAME = re.compile(
+    r"\b((?:NCCL|GLOO|TP)_SOCKET_IFNAME)(?: set (?:by environment )?to |[\"']?\s*[=:]\s*)[\"']?=?([\w.,@-]+)"
+)
 
 
 def wrong_interface(evidence: Evidence) -> Hit | None:
@@ -92,9 +94,11 @@ def no_lock(evidence: Evidence) -> Hit | None:
 
 def engine_runs(evidence: Evidence) -> bool:
     """Whether a process holds GPU memory, or this machine's engine is up."""
-    table = evidence.text("nvidia-smi-table.txt") or ""
-    held = re.findall(r"^\|.*\s(?:C|C\+G)\s.*?\b(\d{1,9})\s*MiB\s*\|", table, re.MULTILINE)
-    return evidence.busy or any(int(size) > 8 * 1024 for size in held)
+    rows = matching(evidence, ("nvidia-smi-table.txt",), "MiB", HOLDER)
+    return evidence.busy or any(int(row[1]) > 8 * 1024 for _, _, row in rows)
+
+
+HOLDER = re.compile(r"^\|.*\s(?:C|C\+G)\s.*?\b(\d{1,9})\s*MiB\s*\|")
 
 
 def memory_gate(evidence: Evidence) -> Hit | None:
@@ -119,7 +123,7 @@ def memory_gate(evidence: Evidence) -> Hit | None:
 
 
 FREE_MEMORY = re.compile(
-    r"Free memory on device \S+ \((\d+(?:\.\d+)?)/[\d.]+ GiB\) on startup is less than .*?(\d+(?:\.\d+)?) GiB\)"
+    r"Free memory on device (?:\S+ )?\((\d+(?:\.\d+)?)/[\d.]+ GiB\) on startup is less than .*?(\d+(?:\.\d+)?) GiB\)"
 )
 
 

@@ -13,6 +13,7 @@ A bundle is a folder; every file in it may be missing:
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Iterator
 from functools import cached_property
@@ -28,6 +29,8 @@ FILES = (
 FOLDERS = ("netplan", "sys/class/infiniband", "sys/class/net")
 # Enough for a needle in every line of any log that a person collects; a bound all the same.
 MOST_HITS = 1_000_000
+# Bytes before and after a needle that are its line: no line that means something is longer.
+LONGEST_LINE = 1000
 
 
 class Evidence:
@@ -50,9 +53,14 @@ class Evidence:
         path = self.folder / name
         try:
             # Opening a pipe would wait for its writer, for ever.
-            return path.read_bytes() if stat.S_ISREG(path.stat().st_mode) else None
-        except OSError:
+            if stat.S_ISREG(path.stat().st_mode):
+                return path.read_bytes()
+            self.unusable.append(f"{name} is no file")
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            self.unusable.append(f"{name} cannot be read ({error.strerror})")
+        return None
 
     def data(self, name: str) -> bytes | None:
         """The bytes of a file, fetched once; None when there is no such file."""
@@ -72,9 +80,11 @@ class Evidence:
             start = data.find(wanted, end + 1)
             if start < 0:
                 return
-            end = data.find(b"\n", start)
-            end = len(data) if end < 0 else end
-            yield data[data.rfind(b"\n", 0, start) + 1 : end].decode(errors="replace").strip()
+            end = data.find(b"\n", start, start + LONGEST_LINE)
+            end = min(len(data), start + LONGEST_LINE) if end < 0 else end
+            begin = max(0, start - LONGEST_LINE)
+            begin = max(begin, data.rfind(b"\n", begin, start) + 1)
+            yield data[begin:end].decode(errors="replace").strip()
 
     def last_line(self, name: str) -> str:
         """The last line of a file that is not blank; "" when there is none."""
@@ -122,7 +132,7 @@ class Evidence:
     def sysfs(self) -> Path | None:
         """The folder that holds `class/`; None when there is none."""
         folder = self.folder / "sys"
-        return folder if (folder / "class").is_dir() else None
+        return folder if discovery.is_folder(folder / "class") else None
 
     def netplan(self) -> dict[str, str]:
         """The text of each netplan file by its name."""
@@ -147,4 +157,5 @@ class Evidence:
 
 def is_bundle(folder: Path) -> bool:
     """Whether a folder holds any file or folder of a bundle."""
-    return any((folder / name).is_file() for name in FILES) or any((folder / name).is_dir() for name in FOLDERS)
+    files = any(os.path.isfile(folder / name) for name in FILES)
+    return files or any(os.path.isdir(folder / name) for name in FOLDERS)

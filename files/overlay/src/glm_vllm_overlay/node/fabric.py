@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import os
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,6 +152,14 @@ def resolve(paths: Paths) -> Fabric:
     return fabric
 
 
+def one_a_port(node: discovery.Node, held: list[discovery.Address]) -> list[discovery.Address]:
+    """One address for each port: of several the first that has a GID, as NCCL takes each device once."""
+    by_port: dict[str, list[discovery.Address]] = {}
+    for address in held:
+        by_port.setdefault(address.ports[0].netdev, []).append(address)
+    return [next((one for one in group if discovery.gid_for(node, one)), group[0]) for group in by_port.values()]
+
+
 def resolve_bundle(folder: Path) -> Fabric:
     """The rails of a recorded node: every IPv4 address on a port that has, or should have, a cable.
 
@@ -163,7 +172,7 @@ def resolve_bundle(folder: Path) -> Fabric:
     node = evidence.node
     # One cable leaves the other socket dark; an address that was left there is no rail, unless there is no other.
     lit = [address for address in node.addresses if address.link]
-    holders = lit or node.addresses
+    holders = one_a_port(node, lit or node.addresses)
     rails = [Rail(number, address.text, "") for number, address in enumerate(holders)]
     fabric = Fabric("auto", "the other node", rails)
     for rail in rails:
@@ -229,7 +238,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`glm-vllm fabric`: show each rail, and write fabric.env when all are usable."""
     paths = node_paths.current()
-    if args.bundle and not args.bundle.is_dir():
+    if args.bundle and not os.path.isdir(args.bundle):
         raise Unusable(f"{args.bundle} is no folder: give the folder of one node's bundle")
     fabric = resolve_bundle(args.bundle) if args.bundle else resolve(paths)
     problem = fabric.problem()

@@ -41,7 +41,7 @@ def no_port(evidence: Evidence) -> Hit | None:
     node = evidence.node
     devices = evidence.sysfs / "class/infiniband" if evidence.rdma and evidence.sysfs else None
     # The kernel's own list counts more than what a program printed, perhaps earlier.
-    if node.hcas == {} or (devices and devices.is_dir() and not discovery.names_in(devices)):
+    if node.hcas == {} or (devices and discovery.is_folder(devices) and not discovery.names_in(devices)):
         shown = next(
             (
                 name
@@ -111,7 +111,8 @@ def lone_twin(evidence: Evidence) -> Hit | None:
     return None
 
 
-USING_IB = re.compile(r"NET/IB\s*: Using (.*)")
+# A line that was cut off names too few devices.
+USING_IB = re.compile(r"NET/IB\s*: Using (.*?)(?:\[RO\]|;)")
 
 
 def one_hca_in_log(evidence: Evidence) -> Hit | None:
@@ -123,13 +124,18 @@ def one_hca_in_log(evidence: Evidence) -> Hit | None:
     return None
 
 
+def views(evidence: Evidence) -> list[list[Port]]:
+    """The ports with a link: by all sources together, then by each listing alone."""
+    alone = (
+        discovery.Sources(ibdev2netdev=evidence.text("ibdev2netdev.txt")),
+        discovery.Sources(rdma_link=evidence.text("rdma-link.txt")),
+    )
+    return [lit(evidence), *([port for port in discovery.discover(one).ports if port.up] for one in alone)]
+
+
 def two_cables(evidence: Evidence) -> Hit | None:
     """F06: both sockets have a link, by all sources together or by one listing alone."""
-    listings = [
-        discovery.discover(discovery.Sources(ibdev2netdev=evidence.text("ibdev2netdev.txt"))).ports,
-        discovery.discover(discovery.Sources(rdma_link=evidence.text("rdma-link.txt"))).ports,
-    ]
-    for ports in (lit(evidence), *([port for port in listing if port.up] for listing in listings)):
+    for ports in views(evidence):
         if len({port.port for port in ports if port.port is not None}) > 1:
             return Hit(
                 "Both QSFP sockets have a cable: one already fills the chip's PCIe lanes, a second adds nothing.",
@@ -163,7 +169,9 @@ def no_gid(evidence: Evidence) -> Hit | None:
     for held in rails(evidence):
         hca = discovery.hca_for(node, held)
         known = (node.hcas or {}).get(hca)
-        if known and known.whole and known.gids is not None and not node.gid(hca, held.text, held.netdev):
+        # A port with several addresses works by any that has a GID.
+        served = any(discovery.gid_for(node, other) for other in node.addresses if other.ports == held.ports)
+        if known and known.whole and known.gids is not None and not served:
             table = ", ".join(f"{gid.index}={gid.ipv4 or gid.address} {gid.version}" for gid in known.gids) or "empty"
             return Hit(
                 f"{hca} has no RoCE v2 GID that carries {held.text}, this node's address on {held.netdev}.",
@@ -198,13 +206,13 @@ def own_gids(evidence: Evidence) -> list[tuple[str, int]]:
     found = []
     for held in rails(evidence):
         hca = discovery.hca_for(node, held)
-        gid = node.gid(hca, held.text, held.netdev) if hca else None
+        gid = discovery.gid_for(node, held)
         if gid:
             found.append((hca, gid.index))
     return found
 
 
-PIN = re.compile(r"NCCL_IB_GID_INDEX(?: set by environment to |[\"']?\s*[=:]\s*[\"']?)(\d{1,5})\b")
+PIN = re.compile(r"NCCL_IB_GID_INDEX(?: set (?:by environment )?to |[\"']?\s*[=:]\s*[\"']?)(\d{1,5})\b")
 
 
 def pin(evidence: Evidence) -> tuple[int, str] | None:
@@ -229,7 +237,7 @@ def shifted(evidence: Evidence) -> Hit | None:
     """F11: the index is not the usual 3; at fault only when another is pinned."""
     told, own = pin(evidence), own_gids(evidence)
     for name, index in own:
-        if told and told[0] and told[0] != index:
+        if told and told[0] and (name, told[0]) not in own:
             return Hit(
                 f"NCCL is pinned to GID index {told[0]}, and {name} has its address at {index}.", told[1], "stop"
             )
@@ -245,8 +253,8 @@ def shifted(evidence: Evidence) -> Hit | None:
 
 
 EMPTY = re.compile(
-    r"NCCL_IB_GID_INDEX(?:=(?:\"\"|''|[\"']?0\b|(?=\s|$))|[\"']?\s*:\s*(?:\"\"|''|null|None)"
-    r"|.*set by environment to 0\b)"
+    r"NCCL_IB_GID_INDEX(?:=(?:\"\"|''|[\"']?0\b|(?=\s|$))|[\"']?\s*:\s*(?:\"\"|''|null|None|~|$)"
+    r"|.*set (?:by environment )?to 0\b)"
 )
 
 
@@ -355,9 +363,11 @@ def planned_addresses(evidence: Evidence) -> dict[str, list[tuple[str, Any]]]:
         ethernets = network.get("ethernets") if isinstance(network, dict) else None
         for name, options in ethernets.items() if isinstance(ethernets, dict) else ():
             given = options.get("addresses") if isinstance(options, dict) else None
+            if not isinstance(given, list):
+                continue
             # An address with options is a mapping of itself to them.
-            texts = [next(iter(item), "") if isinstance(item, dict) else item for item in given or []]
-            for netdev in planned_ports(evidence, str(name), options) if isinstance(given, list) else ():
+            texts = [next(iter(item), "") if isinstance(item, dict) else item for item in given]
+            for netdev in planned_ports(evidence, str(name), options):
                 for text in texts:
                     try:
                         found.setdefault(netdev, []).append((file, ipaddress.ip_interface(str(text))))
@@ -510,13 +520,17 @@ def reachable(node: Evidence) -> Iterator[tuple[str, str]]:
 
 
 def other_ports(nodes: list[Evidence]) -> Hit | None:
-    """F04: the cable is in different sockets."""
-    sockets = {node.name: {port.port for port in lit(node) if port.port is not None} for node in nodes}
-    told = {name: found for name, found in sockets.items() if len(found) == 1}
-    if len(set().union(*told.values())) < 2:
-        return None
-    shown = ", ".join(f"{name}: port {min(found)}" for name, found in told.items())
-    return Hit("The cable is in different sockets on the nodes, so that interface names differ.", shown)
+    """F04: the cable is in different sockets, by all sources together or by one kind of listing alone."""
+    for seen in zip(*(views(node) for node in nodes), strict=True):
+        told = {}
+        for node, ports in zip(nodes, seen, strict=True):
+            sockets = {port.port for port in ports if port.port is not None}
+            if len(sockets) == 1:
+                told[node.name] = sockets.pop()
+        if len(set(told.values())) > 1:
+            shown = ", ".join(f"{name}: port {socket}" for name, socket in told.items())
+            return Hit("The cable is in different sockets on the nodes, so that interface names differ.", shown)
+    return None
 
 
 def other_indices(nodes: list[Evidence]) -> Hit | None:

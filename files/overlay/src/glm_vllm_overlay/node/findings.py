@@ -366,6 +366,7 @@ TABLE = (
         (
             said("NV_ERR_NO_MEMORY", "The GPU driver could not allocate memory."),
             said("oom-kill:", "The kernel killed a process for memory.", r"oom-kill:constraint=CONSTRAINT_NONE"),
+            said("Out of memory: Killed process", "The kernel killed a process for memory."),
             engine_checks.swap,
         ),
         when="warn when no more than swap is at fault",
@@ -760,6 +761,11 @@ TABLE = (
                     "oom-kill:",
                     "The compiler was killed for memory.",
                     r"task=(?:cicc|ptxas|nvcc|cudafe\+\+|cc1plus|ninja)\b",
+                ),
+                said(
+                    "of memory: Killed process",
+                    "The compiler was killed for memory.",
+                    r"Killed process \d+ \((?:cicc|ptxas|nvcc|cudafe\+\+|cc1plus|ninja)\)",
                 ),
                 said("nvcc", "The compiler was killed for memory.", r"nvcc.*(?:Killed|signal 9|137)"),
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ JUDGED_BYTES = 65536
 # GB/s of bus bandwidth at a size that fills both rails: two give about 22, one about 11, TCP less than 1.
 JUDGED_COLLECTIVE = 1024**3
 TCP_BUSBW, SICK_BUSBW, ONE_RAIL_BUSBW = 1.0, 9.0, 15.0
+# Several detectors ask for the same result, out of a file that may hold hundreds of thousands of lines.
+once = functools.lru_cache(maxsize=4)
 
 
 @dataclass
@@ -46,6 +49,7 @@ def rows_of(text: str) -> Iterator[tuple[int, int, Measured]]:
             yield table, int(row[1]), Measured(device, float(row[3]) * unit, line.strip())
 
 
+@once
 def measured(evidence: Evidence) -> list[Measured]:
     """The ib_write_bw results that say something about a rail: large messages, of a sweep the best row."""
     tables: dict[int, list[tuple[int, Measured]]] = {}
@@ -81,6 +85,7 @@ BUSBW_ROW = re.compile(
 )
 
 
+@once
 def collective(evidence: Evidence) -> tuple[float, str] | None:
     """(GB/s of bus bandwidth, line) of nccl-tests at a size that fills the rails; None when there is no such result."""
     text = evidence.text("nccl-tests.txt") or ""
@@ -115,6 +120,7 @@ def no_row(evidence: Evidence) -> Hit | None:
     return Hit("ib_write_bw measured nothing: no row of numbers follows its heading.", f"ib_write_bw.txt: {last}")
 
 
+@once
 def worlds_of_one(evidence: Evidence) -> Hit | None:
     """F28: nccl-tests ran as one-rank worlds, which measures nothing."""
     text = evidence.text("nccl-tests.txt") or ""
