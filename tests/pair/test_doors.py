@@ -153,11 +153,15 @@ def test_a_renewal(authority: Path) -> None:
     """Fails when the timer's unit may not do what it has to: a lost key is a new certificate, and nginx shows it."""
     bed.on(bed.HEAD, "rm", "/etc/glm-vllm/tls/server.key")
     bed.on(bed.HEAD, "systemctl", "start", "glm-vllm-cert.service")
-    trust = ssl.create_default_context(cafile=authority)
-    with connect(8443) as plain, trust.wrap_socket(plain, server_hostname=HEAD) as secure:
-        shown = secure.getpeercert()["serialNumber"]
     serial = bed.on(bed.HEAD, "openssl", "x509", "-noout", "-serial", "-in", "/etc/glm-vllm/tls/server.crt")
-    assert serial.strip().removeprefix("serial=") == shown
+    trust = ssl.create_default_context(cafile=authority)
+
+    def shown() -> str:
+        with connect(8443) as plain, trust.wrap_socket(plain, server_hostname=HEAD) as secure:
+            return secure.getpeercert()["serialNumber"]
+
+    # nginx begins its reload at the signal, and answers with the old certificate until it has ended
+    pair.wait_for(lambda: serial.strip().removeprefix("serial=") == shown(), 10, "the new certificate is shown")
     assert bed.on(bed.HEAD, "systemctl", "is-active", "glm-vllm-cert.timer").strip() == "active"
 
 
