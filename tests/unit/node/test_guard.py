@@ -266,7 +266,7 @@ def test_as_a_process_with_the_kernel_s_journal(node, engine, tmp_path):
         manager.bind(path)
         manager.settimeout(10)
         node.program(
-            node.root / "bin/journalctl", f'#!/bin/sh\n[ "$1" = --dmesg ] && echo "{OUT_OF_MEMORY}"\nsleep 100\n'
+            node.root / "bin/journalctl", f'#!/bin/sh\n[ "$1" = --dmesg ] && echo "{OUT_OF_MEMORY}"\nexec sleep 3\n'
         )
         limits = {"GLM_RESERVE_BYTES": str(GIB), "GLM_GUARD_BYTES": str(GIB), "GLM_GUARD_PRESSURE": "50"}
         process = node.start("guard", NOTIFY_SOCKET=path, GLM_PRESSURE="/nowhere", **limits)
