@@ -67,7 +67,7 @@ golden: setup ## tests/golden, from what the roles render now
 .PHONY: test
 test: ## all that a change has to pass: 25 minutes on two cores
 	@$(MAKE) test-lint
-	@$(MAKE) -j2 --output-sync=line test-unit test-overlay # the one mostly waits, the other computes
+	@$(MAKE) -j2 test-unit test-overlay # the one mostly waits, the other computes
 	@$(MAKE) test-roles
 	@$(MAKE) test-network
 	@$(MAKE) test-pair
