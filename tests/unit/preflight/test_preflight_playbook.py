@@ -15,8 +15,13 @@ PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
 
 
 def preflight(inventory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The inventory's part of preflight alone."""
+    return play("playbooks/preflight.yml", "-i", inventory, "--tags", "inventory", *arguments)
+
+
+def play(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [PLAYBOOK, "playbooks/preflight.yml", "-i", inventory, "--tags", "inventory", *arguments],
+        [PLAYBOOK, *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -95,27 +100,13 @@ def test_an_expression_that_fails(inventory):
 
 def test_a_problem_stops_before_any_machine(inventory):
     replace(inventory / "group_vars/all/serving.yml", "glm_vllm_overlay_executor: mp", "glm_vllm_overlay_executor: mpi")
-    done = subprocess.run(
-        [PLAYBOOK, "playbooks/preflight.yml", "-i", inventory],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = play("playbooks/preflight.yml", "-i", inventory)
     assert done.returncode == 2
     assert "TASK [SSH and sudo answer]" not in done.stdout
 
 
 def test_half_a_pair_is_refused_before_it_is_reached():
-    done = subprocess.run(
-        [PLAYBOOK, "site.yml", "-i", "inventory/sparks", "--limit", "spark-b"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = play("site.yml", "-i", "inventory/sparks", "--limit", "spark-b")
     assert done.returncode == 2
     assert "spark-a is left out by --limit" in " ".join(done.stdout.split())
     assert "TASK [SSH and sudo answer]" not in done.stdout

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -113,20 +114,20 @@ class Hub(Child):
         return self.ask({"do": "list"})["files"]
 
 
-class Tool(Child):
+class Tool(Child, ABC):
     """A program that brings one file and ends."""
 
     def __init__(self, origin: dict[str, Any]) -> None:
         self.origin = origin
         self.url = origin["url"].rstrip("/")
 
+    @abstractmethod
     def command(self, name: str, part: Path) -> list[str]:
         """The command line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kind(self, code: int, said: str) -> str:
         """The kind of trouble that an exit code means."""
-        raise NotImplementedError
 
     def variables(self) -> dict[str, str]:
         """Its environment, which is where a password goes: a command line can be read by everybody."""
