@@ -22,5 +22,5 @@ arguments = ["--exllamav3", sys.argv[1], "--arch", sys.argv[2], "--target", targ
 print(build.run(parser.parse_args([*arguments, "--jobs", "16"])))
 P
 python3 -m pytest -q -rA -p no:cacheprovider "$root/tests/gpu/test_kernels.py" "$root/tests/gpu/test_modules.py" 2>&1 | tee "$out/kernels.log" | tail -25
-python3 "$root/files/overlay/benchmarks/moe.py" --out "$out/moe.json" 2>&1 | tee "$out/moe.log" | tail -14
+python3 "$root/files/overlay/benchmarks/moe.py" --exllamav3 "$sources" --out "$out/moe.json" 2>&1 | tee "$out/moe.log" | tail -14
 python3 "$root/tests/gpu/pool_alignment.py" /tmp/glm-pools "$out/pool_alignment.json" 2>&1 | tee "$out/pool_alignment.log" | tail -3

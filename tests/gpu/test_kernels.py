@@ -136,18 +136,21 @@ def test_shared_and_separate_input_scales(layer: Layer, tokens: int) -> None:
     assert torch.equal(separate.apply(x, weights, ids + 1), layer.fused.apply(x, weights, ids + 1))
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 32])
-def test_grouped_kernel_agrees_below_its_range(layer: Layer, tokens: int) -> None:
+@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize("tokens", [1, 9, 32, 333, 1300])
+def test_grouped_kernel_agrees_with_both_widths_of_a_block(layer: Layer, tokens: int, columns: int) -> None:
     x = torch.randn(tokens, H, device="cuda").half()
     ids, weights = make_routing(tokens, E, K, "cuda")
     out = torch.full((tokens, H), float("nan"), device="cuda")
-    layer.fused._grouped(x, weights.half(), ids, out)
+    layer.fused._grouped(x, weights.half(), ids, out, columns)
     assert worst(out, layer.reference(x, weights.half(), ids)) < TOLERANCE
 
 
-def test_grouped_kernel_repeats_itself_bit_by_bit(layer: Layer) -> None:
-    x = torch.randn(500, H, device="cuda").half()
-    ids, weights = make_routing(500, E, K, "cuda")
+@pytest.mark.parametrize("tokens", [500, 4000])
+def test_grouped_kernel_repeats_itself_bit_by_bit(layer: Layer, tokens: int) -> None:
+    assert layer.fused._columns(tokens * K) == (128 if tokens == 500 else 256)
+    x = torch.randn(tokens, H, device="cuda").half()
+    ids, weights = make_routing(tokens, E, K, "cuda")
     first, second = (layer.fused.apply(x, weights, ids) for _ in range(2))
     assert torch.equal(first, second)
 

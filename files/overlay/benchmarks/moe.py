@@ -2,10 +2,11 @@
 
     python moe.py --out table.json        needs a CUDA device and the built kernels ($GLM_EXL3_LIBRARY)
 
-Side by side for every number of tokens T: exllamav3's cooperative kernel and our grouped one (what the `fused` backend
-chooses from), exllamav3's kernel for many rows, the `loop` backend, and vLLM's BF16 Triton MoE on decoded weights where
-vLLM can be imported. Routing is distinct for every launch, so that no cache holds the weights. Kernels up to 32 tokens
-are timed in a CUDA graph.
+Side by side for every number of tokens T: exllamav3's cooperative kernel and our grouped one with both widths of its
+blocks (what the `fused` backend chooses from), exllamav3's kernel for many rows, the `loop` backend, a loop over
+exllamav3's GEMM (with `--exllamav3`: it is compiled then), and vLLM's BF16 Triton MoE on decoded weights where vLLM can
+be imported. Routing is distinct for every launch, so that no cache holds the weights. The cooperative kernel is timed
+in a CUDA graph, and with it the shipped path up to 32 tokens.
 """
 
 from __future__ import annotations
@@ -132,6 +133,25 @@ def triton_moe(experts: Experts) -> Callable[[torch.Tensor, torch.Tensor, torch.
     return run
 
 
+def gemm_loop_of(experts: Experts, sources: Path | None) -> Any | None:
+    """The loop over exllamav3's GEMM, compiled from its CUDA sources; None without them."""
+    if sources is None:
+        return None
+    from gemm_loop import GemmLoop, load
+    from glm_vllm_overlay.exl3 import build
+
+    major, minor = torch.cuda.get_device_capability()
+    arch = "121a" if (major, minor) == (12, 1) else f"{major}{minor}"
+    load(build.Toolchain(build.default_cuda_home(), sources, Path(), arch=arch), Path("/tmp/glm-exl3-work"), 8)
+    yardstick = GemmLoop(experts)
+    x = torch.randn(16, experts.hidden, device="cuda").bfloat16()
+    ids, weights = make_routing(16, experts.w2_suh.shape[0], 8, "cuda")
+    ours, theirs = LoopBackend(experts).apply(x, weights, ids).float(), yardstick.apply(x, weights, ids).float()
+    error = float((ours - theirs).norm() / ours.norm())
+    assert error < 5e-3, f"the yardstick computes something else: relative difference {error}"
+    return yardstick
+
+
 class RowsKernel:
     """exllamav3's own kernel for many rows (`exl3_moe`), with scratch for every row. A yardstick: never shipped."""
 
@@ -165,6 +185,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     loop = LoopBackend(experts)
     rows_kernel = RowsKernel(fused, experts)
     triton = triton_moe(experts)
+    gemm = gemm_loop_of(experts, args.exllamav3)
     expert_bytes = sum(
         t.numel() * t.element_size() // args.experts
         for packed in experts.projections()
@@ -181,21 +202,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         active = sum(ids.unique().numel() for ids, _ in routes) / launches
         times: dict[str, float | None] = {"coop": None, "triton_bf16": None}
         halves = [(x.half(), weights.half(), ids) for ids, weights in routes]
+
+        def routed(run: Callable[..., Any], x: torch.Tensor = x, routes: list[Any] = routes) -> Callable[[int], Any]:
+            """`run(x, weights, ids)` with the routing of launch i."""
+            return lambda i: run(x, routes[i % len(routes)][1], routes[i % len(routes)][0])
+
         if tokens <= fused.scratch.tokens:
             times["coop"] = graph_seconds(lambda i: fused._coop(*halves[i]), launches)
         times["rows"] = seconds(lambda i: rows_kernel(*halves[i % launches]), launches)
         out = torch.empty(tokens, args.hidden, device="cuda")
         if tokens <= GROUP_TOKENS:
-            times["grouped"] = seconds(lambda i: fused._grouped(*halves[i % launches], out), launches)
+            for columns in (128, 256):
+                times[f"grouped_{columns}"] = seconds(
+                    lambda i: fused._grouped(*halves[i % launches], out, columns), launches
+                )
         if tokens in (8, 1024):
-            times["loop"] = seconds(
-                lambda i: loop.apply(x, routes[i % launches][1], routes[i % launches][0]), 3, warm=1
-            )
+            times["loop"] = seconds(routed(loop.apply), 3, warm=1)
+        if gemm is not None:
+            times["gemm_loop"] = seconds(routed(gemm.apply), 4, warm=4)
         if triton is not None:
-            times["triton_bf16"] = seconds(
-                lambda i: triton(x, routes[i % launches][1], routes[i % launches][0]), launches
-            )
-        times["shipped"] = seconds(lambda i: fused.apply(x, routes[i % launches][1], routes[i % launches][0]), launches)
+            times["triton_bf16"] = seconds(routed(triton), launches)
+        shipped = routed(fused.apply)
+        times["shipped"] = graph_seconds(shipped, launches) if times["coop"] else seconds(shipped, launches)
         best = times["coop"] or times["shipped"]
         cycles = best * clock * properties.multi_processor_count
         rows.append(
@@ -241,15 +269,16 @@ def table(report: dict[str, Any]) -> str:
         return "–" if value is None else f"{value * 1e6:.0f}"
 
     lines = [
-        "| T | active experts | shipped | coop | grouped | rows | loop | BF16 Triton | bytes / ceiling"
-        " | SM cycles a tile | GB10, predicted |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| T | active experts | shipped | coop | grouped 128 | grouped 256 | rows | GEMM loop | loop | BF16 Triton"
+        " | bytes / ceiling | SM cycles a tile | GB10, predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         t = row["seconds"]
         lines.append(
             f"| {row['tokens']} | {row['active_experts']:.1f} | {us(t['shipped'])} | {us(t['coop'])}"
-            f" | {us(t.get('grouped'))} | {us(t['rows'])} | {us(t.get('loop'))} | {us(t['triton_bf16'])}"
+            f" | {us(t.get('grouped_128'))} | {us(t.get('grouped_256'))} | {us(t['rows'])} | {us(t.get('gemm_loop'))}"
+            f" | {us(t.get('loop'))} | {us(t['triton_bf16'])}"
             f" | {row['bytes_over_ceiling']:.2f} | {row['sm_cycles_per_tile']:.0f}"
             f" | {us(row['gb10_seconds'])} ({row['gb10_bound']}) |"
         )
@@ -263,6 +292,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--width", type=int, default=1024, help="expert width on one rank")
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--exllamav3", type=Path, help="exllamav3's CUDA sources (exllamav3_ext), for its GEMM")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     args = parser.parse_args()
     report = measure(args)

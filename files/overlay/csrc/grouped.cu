@@ -20,10 +20,10 @@
 namespace {
 
 constexpr int kRows = 128;    // rows of a block
-constexpr int kColumns = 128; // columns of a block, 16 a warp
+constexpr int kWarps = 8;     // of a block, side by side: each has its own columns
 constexpr int kDepth = 64;    // k of one stage in shared memory
 constexpr int kStages = 3;
-constexpr int kThreads = 256;
+constexpr int kThreads = 32 * kWarps;
 constexpr int kStageHalfs = kRows * kDepth;
 constexpr float kNorm = 0.08838834764831845f;  // 1 / sqrt(128)
 
@@ -158,7 +158,7 @@ __device__ __forceinline__ uint32_t decode_pair(uint32_t before, uint32_t word, 
 
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -170,8 +170,11 @@ struct Operand
     half* c;                 // [S, n]
 };
 
-// Grid: (n / 128, row tiles, operands). tiles [3, gridDim.y]: expert, first slot, number of rows (0 = no such tile).
-__global__ __launch_bounds__(kThreads, 2)
+// Grid: (n / columns of a block, row tiles, operands). tiles [3, gridDim.y]: expert, first slot, rows (0 = no such tile).
+// Tiles: 16-column tiles a warp. Two halve what a block reads again, from L2 and from shared memory, and take the
+// registers of a second block: good where most blocks are full of rows.
+template <int Tiles>
+__global__ __launch_bounds__(kThreads, Tiles == 1 ? 2 : 1)
 void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k, int n)
 {
     extern __shared__ half stages[];
@@ -181,7 +184,7 @@ void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k,
     const int64_t row0 = tiles[gridDim.y + blockIdx.y];
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int m_tiles = (rows + 15) / 16;
-    const int column_tile = blockIdx.x * (kColumns / 16) + warp;
+    const int column_tile = (blockIdx.x * kWarps + warp) * Tiles;
     const uint32_t* words = reinterpret_cast<const uint32_t*>(op.trellis[tiles[blockIdx.y]]) + column_tile * 32 + lane;
     const int word_step = n / 16 * 32;  // from one 16-row band of tiles to the next
 
@@ -203,35 +206,44 @@ void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k,
         asm volatile("cp.async.commit_group;");
     };
 
-    float sums[kRows / 16][2][4] = {};
+    uint32_t next[kDepth / 16][Tiles];
+    auto load_words = [&]()
+    {
+        #pragma unroll
+        for (int i = 0; i < kDepth / 16; ++i)
+            #pragma unroll
+            for (int t = 0; t < Tiles; ++t) next[i][t] = __ldcs(words + (int64_t) i * word_step + t * 32);
+        words += (int64_t) (kDepth / 16) * word_step;
+    };
+
+    float sums[kRows / 16][2 * Tiles][4] = {};
     const int depth = k / kDepth;
     load_stage(0);
     load_stage(1);
-    uint32_t next[kDepth / 16];
-    #pragma unroll
-    for (int i = 0; i < kDepth / 16; ++i) next[i] = __ldcs(words + (int64_t) i * word_step);
+    load_words();
     for (int stage = 0; stage < depth; ++stage)
     {
-        uint32_t current[kDepth / 16];
+        uint32_t current[kDepth / 16][Tiles];
         #pragma unroll
-        for (int i = 0; i < kDepth / 16; ++i) current[i] = next[i];
+        for (int i = 0; i < kDepth / 16; ++i)
+            #pragma unroll
+            for (int t = 0; t < Tiles; ++t) current[i][t] = next[i][t];
         asm volatile("cp.async.wait_group 1;");
         __syncthreads();
         if (stage + 2 < depth) load_stage(stage + 2); else asm volatile("cp.async.commit_group;");
-        if (stage + 1 < depth)
-        {
-            words += (int64_t) (kDepth / 16) * word_step;
-            #pragma unroll
-            for (int i = 0; i < kDepth / 16; ++i) next[i] = __ldcs(words + (int64_t) i * word_step);
-        }
+        if (stage + 1 < depth) load_words();
         const half* tile = stages + stage % kStages * kStageHalfs;
         #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i)
         {
-            const uint32_t before = __shfl_sync(0xffffffffu, current[i], (lane + 31) & 31);
-            uint32_t b[4];
+            uint32_t b[Tiles][4];
             #pragma unroll
-            for (int pair = 0; pair < 4; ++pair) b[pair] = decode_pair(before, current[i], 2 * pair);
+            for (int t = 0; t < Tiles; ++t)
+            {
+                const uint32_t before = __shfl_sync(0xffffffffu, current[i][t], (lane + 31) & 31);
+                #pragma unroll
+                for (int pair = 0; pair < 4; ++pair) b[t][pair] = decode_pair(before, current[i][t], 2 * pair);
+            }
             #pragma unroll
             for (int m = 0; m < kRows / 16; ++m)
             {
@@ -241,8 +253,12 @@ void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k,
                 uint32_t a[4];
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                              : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
-                mma(sums[m][0], a, b[0], b[1]);
-                mma(sums[m][1], a, b[2], b[3]);
+                #pragma unroll
+                for (int t = 0; t < Tiles; ++t)
+                {
+                    mma(sums[m][2 * t], a, b[t][0], b[t][1]);
+                    mma(sums[m][2 * t + 1], a, b[t][2], b[t][3]);
+                }
             }
         }
     }
@@ -250,11 +266,15 @@ void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k,
     for (int m = 0; m < kRows / 16; ++m)
     {
         #pragma unroll
-        for (int part = 0; part < 4; ++part)
+        for (int half_tile = 0; half_tile < 2 * Tiles; ++half_tile)
         {
-            const int row = m * 16 + lane / 4 + 8 * (part & 1), column = column_tile * 16 + 8 * (part >> 1) + 2 * (lane & 3);
-            const float* c = sums[m][part >> 1] + 2 * (part & 1);
-            if (row < rows) *reinterpret_cast<half2*>(op.c + (row0 + row) * n + column) = __floats2half2_rn(c[0], c[1]);
+            #pragma unroll
+            for (int low = 0; low < 2; ++low)
+            {
+                const int row = m * 16 + lane / 4 + 8 * low, column = column_tile * 16 + 8 * half_tile + 2 * (lane & 3);
+                const float* c = sums[m][half_tile] + 2 * low;
+                if (row < rows) *reinterpret_cast<half2*>(op.c + (row0 + row) * n + column) = __floats2half2_rn(c[0], c[1]);
+            }
         }
     }
 }
@@ -265,7 +285,7 @@ half* halfs(const at::Tensor& t) { return reinterpret_cast<half*>(t.data_ptr<at:
 }  // namespace
 
 void moe_grouped(const at::Tensor& x, const at::Tensor& experts, const at::Tensor& tokens, const at::Tensor& slots,
-                 const at::Tensor& weights, const at::Tensor& tiles, const at::Tensor& tables, double limit,
+                 const at::Tensor& weights, const at::Tensor& tiles, const at::Tensor& tables, double limit, int64_t columns,
                  at::Tensor rotated, at::Tensor mid, at::Tensor out)
 {
     const at::cuda::OptionalCUDAGuard guard(x.device());
@@ -276,7 +296,9 @@ void moe_grouped(const at::Tensor& x, const at::Tensor& experts, const at::Tenso
     TORCH_CHECK(rotated.size(0) == 1 || rotated.size(0) == 2, "glm_exl3: rotated holds one or two planes");
     TORCH_CHECK(rotated.size(1) >= count && mid.size(1) >= count && rotated.size(2) == hidden,
                 "glm_exl3: scratch for ", mid.size(1), " slots cannot hold ", count);
-    TORCH_CHECK(hidden % 128 == 0 && width % 128 == 0, "glm_exl3: hidden size and width must be multiples of 128");
+    TORCH_CHECK(columns == 128 || columns == 256, "glm_exl3: a block has 128 or 256 columns, not ", columns);
+    TORCH_CHECK(hidden % columns == 0 && width % columns == 0,
+                "glm_exl3: hidden size and width must be multiples of a block's ", columns, " columns");
     for (const at::Tensor& t : {x, experts, tokens, slots, weights, tiles, rotated, mid, out})
         TORCH_CHECK(t.is_cuda() && t.is_contiguous(), "glm_exl3: every tensor must be contiguous on the device");
 
@@ -286,18 +308,22 @@ void moe_grouped(const at::Tensor& x, const at::Tensor& experts, const at::Tenso
     half* middle[2] = {halfs(mid), halfs(mid) + mid.stride(0)};
     const int64_t* expert = experts.data_ptr<int64_t>();
     const auto blocks = [](int64_t units) { return (unsigned) ((units + 7) / 8); };
-    const int shared = kStages * kStageHalfs * sizeof(half), row_tiles = tiles.size(1);
+    const int shared = kStages * kStageHalfs * sizeof(half);
+    const auto gemm = [&](const Operand& first, const Operand& second, int operands, int k, int n)
+    {
+        const dim3 grid(n / columns, tiles.size(1), operands);
+        const auto kernel = columns == 128 ? grouped_gemm_kernel<1> : grouped_gemm_kernel<2>;
+        kernel<<<grid, kThreads, shared, stream>>>(first, second, tiles.data_ptr<int>(), k, n);
+    };
 
     const int64_t wide = count * (hidden / 128), narrow = count * (width / 128);
     grouped_rotate_kernel<<<blocks(wide), 256, 0, stream>>>(halfs(x), expert, tokens.data_ptr<int64_t>(), row(tables, 1),
                                                             row(tables, 4), plane[0], plane[1], wide, hidden, sides);
-    grouped_gemm_kernel<<<dim3(width / kColumns, row_tiles, 2), kThreads, shared, stream>>>(
-        {plane[0], row(tables, 0), middle[0]}, {plane[1], row(tables, 3), middle[1]}, tiles.data_ptr<int>(), hidden, width);
+    gemm({plane[0], row(tables, 0), middle[0]}, {plane[1], row(tables, 3), middle[1]}, 2, hidden, width);
     grouped_activate_kernel<<<blocks(narrow), 256, 0, stream>>>(middle[0], middle[1], expert, row(tables, 2), row(tables, 5),
                                                                 row(tables, 7), narrow, width, (float) limit);
     const Operand down = {middle[0], row(tables, 6), plane[0]};
-    grouped_gemm_kernel<<<dim3(hidden / kColumns, row_tiles, 1), kThreads, shared, stream>>>(down, down, tiles.data_ptr<int>(),
-                                                                                             width, hidden);
+    gemm(down, down, 1, width, hidden);
     const int64_t results = x.size(0) * (hidden / 128);
     grouped_reduce_kernel<<<blocks(results), 256, 0, stream>>>(plane[0], slots.data_ptr<int64_t>(), halfs(weights), expert,
                                                                row(tables, 8), out.data_ptr<float>(), results, hidden, choices);
