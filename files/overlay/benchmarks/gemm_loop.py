@@ -1,4 +1,4 @@
-"""A yardstick for moe.py: a loop over the active experts with exllamav3's own GEMM, as its users without a fused MoE have it.
+"""A yardstick for moe.py: a loop over the active experts with exllamav3's own GEMM.
 
 Compiled only here, by `load`, for 4-bit mcg: never shipped. Its dispatch tables name the kernels of every other rate;
 those references are made weak, so that they are null in the library.
@@ -25,8 +25,8 @@ BINDING = """
 #include <torch/library.h>
 #include "quant/exl3_gemm.cuh"
 // x [m, k] f16, trellis [k/16, n/16, 64] int16 -> out [m, n] f16; rotated: scratch like x.
-void gemm(const at::Tensor& x, const at::Tensor& trellis, const at::Tensor& suh, const at::Tensor& svh, at::Tensor rotated,
-          at::Tensor out)
+void gemm(const at::Tensor& x, const at::Tensor& trellis, const at::Tensor& suh, const at::Tensor& svh,
+          at::Tensor rotated, at::Tensor out)
 {
     exl3_gemm(x, trellis, out, suh, rotated, svh, -1, /*mcg*/ true, /*mul1*/ false, 0);
 }
