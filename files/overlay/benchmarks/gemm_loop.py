@@ -1,7 +1,7 @@
 """A yardstick for moe.py: a loop over the active experts with exllamav3's own GEMM.
 
-Compiled only here, by `load`, for 4-bit mcg: never shipped. Its dispatch tables name the kernels of every other rate;
-those references are made weak, so that they are null in the library.
+Compiled only here, by `load`, for 4-bit mcg: never shipped. It names kernels of every other rate and codebook, and parts
+of exllamav3 that a plain product does not use; those references are made weak, so that they are null in the library.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ UNITS = (
     "coop_autotune.cu",
     "comp_units/exl3_comp_unit_4_cb1.cu",
 )
+ABSENT = ("tfp_exl3_*", "*exl3_gemv*", "_ZN5Graph*")
 BINDING = """
 #include <torch/library.h>
 #include "quant/exl3_gemm.cuh"
@@ -48,7 +49,8 @@ def load(chain: build.Toolchain, work: Path, jobs: int) -> None:
     weak = []
     for compiled in build.compile_objects(chain, work, sources, jobs):
         weak.append(own / compiled.name)
-        subprocess.run(["objcopy", "--weaken", str(compiled), str(weak[-1])], check=True)
+        names = [f"--weaken-symbol={name}" for name in ABSENT]
+        subprocess.run(["objcopy", "--wildcard", *names, str(compiled), str(weak[-1])], check=True)
     library = own / "libyardstick.so"
     build.link(chain, weak, library)
     torch.ops.load_library(str(library))
