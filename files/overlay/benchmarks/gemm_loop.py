@@ -1,7 +1,7 @@
 """A yardstick for moe.py: a loop over the active experts with exllamav3's own GEMM.
 
-Compiled only here, by `load`, for 4-bit mcg: never shipped. It names kernels of every other rate and codebook, and parts
-of exllamav3 that a plain product does not use; those references are made weak, so that they are null in the library.
+Compiled only here, by `load`, for 4-bit mcg: never shipped. It names kernels of every other rate and codebook, and
+parts of exllamav3 that a plain product does not use; those references are made weak: null in the library.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from glm_vllm_overlay.exl3.execute import Experts
 
 UNITS = (
     "exl3_gemm.cu",
+    "exl3_gemv.cu",
     "exl3_kernel_map.cu",
     "exl3_devctx.cu",
     "coop_autotune.cu",
