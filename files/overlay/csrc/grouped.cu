@@ -170,64 +170,65 @@ struct Operand
     half* c;                 // [S, n]
 };
 
-// Grid: (n / columns of a block, row tiles, operands). tiles [3, gridDim.y]: expert, first slot, rows (0 = no such tile).
-// Tiles: 16-column tiles a warp. Two halve what a block reads again, from L2 and from shared memory, and take the
-// registers of a second block: good where most blocks are full of rows.
-template <int Tiles>
-__global__ __launch_bounds__(kThreads, Tiles == 1 ? 2 : 1)
-void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k, int n)
+__device__ __forceinline__ void load_matrix(uint32_t (&a)[4], const half* tile, int row, int chunk)
 {
-    extern __shared__ half stages[];
-    const int rows = tiles[2 * gridDim.y + blockIdx.y];
-    if (rows == 0) return;
-    const Operand op = blockIdx.z ? second : first;
-    const int64_t row0 = tiles[gridDim.y + blockIdx.y];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    const int m_tiles = (rows + 15) / 16;
-    const int column_tile = (blockIdx.x * kWarps + warp) * Tiles;
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(op.trellis[tiles[blockIdx.y]]) + column_tile * 32 + lane;
-    const int word_step = n / 16 * 32;  // from one 16-row band of tiles to the next
+    const uint32_t address = __cvta_generic_to_shared(tile + row * kDepth + (chunk ^ (row & 7)) * 8);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
+}
+
+// A block of 16 M rows and 16 Tiles columns a warp. M is a constant so that nothing in the loops branches: decoding,
+// loads and products of neighbouring steps then overlap, which matters more than the few rows computed in vain.
+template <int M, int Tiles>
+__device__ __forceinline__ void gemm_block(const Operand& op, half* stages, int64_t row0, int rows, const uint32_t* words,
+                                           int column_tile, int k, int n)
+{
+    static_assert(M % 2 == 0 && 16 * M <= kRows, "a stage is loaded in pieces of 32 rows");
+    const int lane = threadIdx.x & 31;
+    const int64_t word_step = n / 16 * 32;  // from one 16-row band of tiles to the next
 
     // Rows beyond the last are copies of it: their products are never stored.
     auto load_stage = [&](int stage)
     {
         half* target = stages + stage % kStages * kStageHalfs;
         #pragma unroll
-        for (int i = 0; i < kStageHalfs / 8 / kThreads; ++i)
+        for (int i = 0; i < M / 2; ++i)
         {
             const int piece = i * kThreads + threadIdx.x, row = piece / (kDepth / 8), chunk = piece % (kDepth / 8);
-            if (row < m_tiles * 16)
-            {
-                const half* source = op.a + (row0 + min(row, rows - 1)) * k + stage * kDepth + chunk * 8;
-                const uint32_t address = __cvta_generic_to_shared(target + row * kDepth + (chunk ^ (row & 7)) * 8);
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(source));
-            }
+            const half* source = op.a + (row0 + min(row, rows - 1)) * k + stage * kDepth + chunk * 8;
+            const uint32_t address = __cvta_generic_to_shared(target + row * kDepth + (chunk ^ (row & 7)) * 8);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(source));
         }
         asm volatile("cp.async.commit_group;");
     };
-
     uint32_t next[kDepth / 16][Tiles];
     auto load_words = [&]()
     {
         #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i)
             #pragma unroll
-            for (int t = 0; t < Tiles; ++t) next[i][t] = __ldcs(words + (int64_t) i * word_step + t * 32);
-        words += (int64_t) (kDepth / 16) * word_step;
+            for (int t = 0; t < Tiles; ++t) next[i][t] = __ldcs(words + i * word_step + t * 32);
+        words += kDepth / 16 * word_step;
     };
 
-    float sums[kRows / 16][2 * Tiles][4] = {};
+    float sums[M][2 * Tiles][4] = {};
     const int depth = k / kDepth;
     load_stage(0);
     load_stage(1);
     load_words();
     for (int stage = 0; stage < depth; ++stage)
     {
-        uint32_t current[kDepth / 16][Tiles];
+        uint32_t current[kDepth / 16][Tiles], before[kDepth / 16][Tiles];
         #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i)
+        {
             #pragma unroll
-            for (int t = 0; t < Tiles; ++t) current[i][t] = next[i][t];
+            for (int t = 0; t < Tiles; ++t)
+            {
+                current[i][t] = next[i][t];
+                before[i][t] = __shfl_sync(0xffffffffu, current[i][t], (lane + 31) & 31);
+            }
+        }
         asm volatile("cp.async.wait_group 1;");
         __syncthreads();
         if (stage + 2 < depth) load_stage(stage + 2); else asm volatile("cp.async.commit_group;");
@@ -239,43 +240,56 @@ void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k,
             uint32_t b[Tiles][4];
             #pragma unroll
             for (int t = 0; t < Tiles; ++t)
-            {
-                const uint32_t before = __shfl_sync(0xffffffffu, current[i][t], (lane + 31) & 31);
                 #pragma unroll
-                for (int pair = 0; pair < 4; ++pair) b[t][pair] = decode_pair(before, current[i][t], 2 * pair);
-            }
+                for (int pair = 0; pair < 4; ++pair) b[t][pair] = decode_pair(before[i][t], current[i][t], 2 * pair);
+            uint32_t a[2][4];
+            load_matrix(a[0], tile, lane & 15, i * 2 + (lane >> 4));
             #pragma unroll
-            for (int m = 0; m < kRows / 16; ++m)
+            for (int m = 0; m < M; ++m)
             {
-                if (m >= m_tiles) break;
-                const int row = m * 16 + (lane & 15), chunk = i * 2 + (lane >> 4);
-                const uint32_t address = __cvta_generic_to_shared(tile + row * kDepth + (chunk ^ (row & 7)) * 8);
-                uint32_t a[4];
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
+                if (m + 1 < M) load_matrix(a[(m + 1) & 1], tile, (m + 1) * 16 + (lane & 15), i * 2 + (lane >> 4));
                 #pragma unroll
                 for (int t = 0; t < Tiles; ++t)
                 {
-                    mma(sums[m][2 * t], a, b[t][0], b[t][1]);
-                    mma(sums[m][2 * t + 1], a, b[t][2], b[t][3]);
+                    mma(sums[m][2 * t], a[m & 1], b[t][0], b[t][1]);
+                    mma(sums[m][2 * t + 1], a[m & 1], b[t][2], b[t][3]);
                 }
             }
         }
     }
     #pragma unroll
-    for (int m = 0; m < kRows / 16; ++m)
+    for (int m = 0; m < M; ++m)
     {
         #pragma unroll
-        for (int half_tile = 0; half_tile < 2 * Tiles; ++half_tile)
+        for (int part = 0; part < 4 * Tiles; ++part)
         {
-            #pragma unroll
-            for (int low = 0; low < 2; ++low)
-            {
-                const int row = m * 16 + lane / 4 + 8 * low, column = column_tile * 16 + 8 * half_tile + 2 * (lane & 3);
-                const float* c = sums[m][half_tile] + 2 * low;
-                if (row < rows) *reinterpret_cast<half2*>(op.c + (row0 + row) * n + column) = __floats2half2_rn(c[0], c[1]);
-            }
+            const int row = m * 16 + lane / 4 + 8 * (part & 1), column = column_tile * 16 + 8 * (part >> 1) + 2 * (lane & 3);
+            const float* c = sums[m][part >> 1] + 2 * (part & 1);
+            if (row < rows) *reinterpret_cast<half2*>(op.c + (row0 + row) * n + column) = __floats2half2_rn(c[0], c[1]);
         }
+    }
+}
+
+// Grid: (n / columns of a block, row tiles, operands). tiles [3, gridDim.y]: expert, first slot, rows (0 = no such tile).
+// Tiles: 16-column tiles a warp. Two halve what a block reads again and take the registers of a second block.
+template <int Tiles>
+__global__ __launch_bounds__(kThreads, Tiles == 1 ? 2 : 1)
+void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k, int n)
+{
+    extern __shared__ half stages[];
+    const int rows = tiles[2 * gridDim.y + blockIdx.y];
+    if (rows == 0) return;
+    const Operand op = blockIdx.z ? second : first;
+    const int64_t row0 = tiles[gridDim.y + blockIdx.y];
+    const int column_tile = (blockIdx.x * kWarps + threadIdx.x / 32) * Tiles;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(op.trellis[tiles[blockIdx.y]]) + column_tile * 32
+                            + (threadIdx.x & 31);
+    switch ((rows + 31) / 32)
+    {
+        case 1: gemm_block<2, Tiles>(op, stages, row0, rows, words, column_tile, k, n); break;
+        case 2: gemm_block<4, Tiles>(op, stages, row0, rows, words, column_tile, k, n); break;
+        case 3: gemm_block<6, Tiles>(op, stages, row0, rows, words, column_tile, k, n); break;
+        default: gemm_block<8, Tiles>(op, stages, row0, rows, words, column_tile, k, n);
     }
 }
 
