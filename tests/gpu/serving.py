@@ -3,10 +3,10 @@
     python serving.py WORK OUT.json [--tp N]     needs vLLM 0.33.0, the built kernels ($GLM_EXL3_LIBRARY), N GPUs
 
 Runs every backend eagerly and the fused one also with CUDA graphs, each in a process of its own; prompts long enough
-for the row kernel, concurrent decoding for the cooperative one. Exit 0 when all of them agree with the reference.
+for the grouped kernel, concurrent decoding for the cooperative one. Exit 0 when all of them agree with the reference.
 
 `compiled` in OUT.json says what each process compiled below the caches that the environment names (node/release.py);
-with the caches of an earlier run it has to be nothing. Not yet run with that.
+with the caches of an earlier run it has to be nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
     "reference": {"enforce_eager": True, "additional_config": {"exl3_backend": "reference"}},
     "fused with CUDA graphs": {"additional_config": {"exl3_backend": "fused"}},
 }
-PROMPTS = [list(range(20 + 7 * i, 120 + 9 * i)) for i in range(4)]
+# Three short ones and one longer than a step and than the 2048 keys that the indexer chooses.
+PROMPTS = [list(range(20 + 7 * i, 120 + 9 * i)) for i in range(3)] + [[20 + 37 * i % 997 for i in range(2600)]]
 NEW_TOKENS = 16
 
 
-def write_checkpoint(folder: Path) -> None:
-    """Random weights under the hub's names, experts packed to 4-bit mcg."""
+def write_checkpoint(
+    folder: Path, text: dict[str, Any] = TEXT, alter: Callable[[dict[str, Any]], None] = lambda state: None
+) -> None:
+    """Random weights under the hub's names, experts packed to 4-bit mcg; `alter` changes the tensors before that."""
     import torch
     from glm_vllm_overlay.exl3.checkpoint import pack_experts
     from safetensors.torch import load_file, save_file
@@ -57,7 +61,7 @@ def write_checkpoint(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = Glm5NextConfig(
-        text_config=TEXT, vision_config=VISION, image_token_id=10, video_token_id=11, image_start_token_id=12,
+        text_config=text, vision_config=VISION, image_token_id=10, video_token_id=11, image_start_token_id=12,
         image_end_token_id=13, video_start_token_id=14, video_end_token_id=15,
     )  # fmt: skip
     model = Glm5NextForConditionalGeneration(config)
@@ -71,7 +75,9 @@ def write_checkpoint(folder: Path) -> None:
                 # Activations stay near 1, so that rounding does not decide the next token.
                 torch.nn.init.normal_(parameter, std=1.0 if "embed" in name else 0.6 / parameter.shape[-1] ** 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)
-    state, quantization = pack_experts(load_file(folder / "model.safetensors"), search=False)
+    state = load_file(folder / "model.safetensors")
+    alter(state)
+    state, quantization = pack_experts(state, search=False)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     stamped = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(stamped))
@@ -118,14 +124,16 @@ def generate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     return {"boot_seconds": boot, "answers": answers, "compiled": compiled, "gpu": torch.cuda.get_device_name()}
 
 
-def reference(folder: Path, answers: dict[str, list[list[int]]]) -> dict[str, list[list[tuple[float, float]]]]:
+def reference(
+    folder: Path, answers: dict[str, list[list[int]]], prompts: list[list[int]] = PROMPTS
+) -> dict[str, list[list[tuple[float, float]]]]:
     """For every case and prompt: (log-probability of the engine's token, of the best) by Hugging Face's model."""
     import torch
     from glm_vllm_overlay.exl3.checkpoint import unpack_experts
     from safetensors.torch import load_file, save_file
     from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
 
-    plain = folder.with_name("decoded")
+    plain = folder.with_name(f"{folder.name}-decoded")
     plain.mkdir(exist_ok=True)
     state = {name: tensor.float() for name, tensor in unpack_experts(load_file(folder / "model.safetensors")).items()}
     save_file(state, plain / "model.safetensors", {"format": "pt"})
@@ -133,16 +141,27 @@ def reference(folder: Path, answers: dict[str, list[list[int]]]) -> dict[str, li
     stamped.pop("quantization_config")
     (plain / "config.json").write_text(json.dumps(stamped | {"dtype": "float32"}))
     config = Glm5NextConfig.from_pretrained(plain)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = False
     model = Glm5NextForConditionalGeneration.from_pretrained(plain, config=config, dtype=torch.float32).eval()
+    model.to(device)
+    known: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+
+    def judged(prompt: list[int], reply: list[int]) -> list[tuple[float, float]]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + reply], device=device)).logits
+        logits = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
+        chosen = logits[torch.arange(len(reply)), reply]
+        return list(zip(chosen.tolist(), logits.max(-1).values.tolist(), strict=True))
+
     result: dict[str, list[list[tuple[float, float]]]] = {}
     for case, replies in answers.items():
         result[case] = []
-        for prompt, reply in zip(PROMPTS, replies, strict=True):
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            best = logits.max(-1).values
-            chosen = logits[torch.arange(len(reply)), reply]
-            result[case].append(list(zip(chosen.tolist(), best.tolist(), strict=True)))
+        for prompt, reply in zip(prompts, replies, strict=True):
+            key = (*prompt, -1, *reply)
+            if key not in known:
+                known[key] = judged(prompt, reply)
+            result[case].append(known[key])
     return result
 
 
