@@ -162,11 +162,13 @@ def built_cache(llm: Any) -> dict[str, Any]:
 
 def generate(work: Path, case: str, engine: dict[str, Any]) -> dict[str, Any]:
     """Rounds of answers, counters and the cache of one engine, in this process."""
-    from glm_vllm_overlay.exl3.plugin import register
+    from glm_vllm_overlay.exl3 import plugin as exl3
+    from glm_vllm_overlay.hooks import plugin as hooks
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    register()
+    exl3.register()
+    hooks.register()  # what a start is told about itself is in the log: `startup` of the document
     llm = LLM(
         str(work / "target"), quantization="exl3", max_model_len=LENGTH, gpu_memory_utilization=0.15, max_num_seqs=4,
         max_num_batched_tokens=STEP, limit_mm_per_prompt={"image": 0, "video": 0}, kv_cache_dtype="fp8_ds_mla",
@@ -238,10 +240,12 @@ def judge(document: dict[str, Any], truth: dict[str, Any]) -> list[str]:
                     f" regret {given['worst_regret']:.3f}"
                 )
             counters = given["counters"]
-            if case != "none" and not 0 < counters["spec_decode_num_accepted_tokens"]:
+            if case != "none" and not counters["spec_decode_num_accepted_tokens"]:
                 problems.append(f"{case}: round {number} accepted no draft")
             if case != "none" and number > 0 and not counters["prefix_cache_hits"]:
                 problems.append(f"{case}: round {number} hit no prefix")
+        if not document[case]["startup"]:
+            problems.append(f"{case}: the start said nothing of itself")
         built, plan = document[case]["cache"], document[case]["plan"]
         per_block = built["pool"] / built["blocks"]
         if built["groups"] != plan["groups"] or per_block != plan["bytes_per_block"]:
@@ -256,9 +260,13 @@ def step(kind: str, work: Path, case: str = "", argument: str = "", device: bool
     if not device:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540, check=False)
-    (work / f"{kind} {case}.log").write_text(done.stdout + done.stderr)
+    said = done.stdout + done.stderr
+    (work / f"{kind} {case}.log").write_text(said)
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
-    return {"failed": done.stderr[-3000:]} if line is None else json.loads(line.removeprefix("RESULT"))
+    result = {"failed": done.stderr[-3000:]} if line is None else json.loads(line.removeprefix("RESULT"))
+    if kind == "generate":
+        result["startup"] = [line.split("start: ", 1)[1] for line in said.splitlines() if " start: " in line]
+    return result
 
 
 def run_step(kind: str, work: Path, case: str, argument: str) -> Any:
