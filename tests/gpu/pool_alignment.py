@@ -63,18 +63,21 @@ class Recorder:
         self.calls.append([slot for slot in slots.tolist() if slot >= 0])
 
 
-def compare(folder: Path, scheduler: str) -> dict[str, Any]:
+def compare(folder: Path, scheduler: str, engine: dict[str, Any]) -> dict[str, Any]:
     """Cosines by remainder, in this process."""
     import torch
+    from glm_vllm_overlay.exl3.plugin import register
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    register()
     recorder = Recorder()
     ours = {"scheduler_cls": OURS} if scheduler == "ours" else {}
     llm = LLM(
         str(folder), quantization="exl3", max_model_len=1024, gpu_memory_utilization=0.3, max_num_seqs=2,
         max_num_batched_tokens=STEP, limit_mm_per_prompt={"image": 0, "video": 0}, enable_prefix_caching=False,
         kv_cache_dtype="fp8_ds_mla", enforce_eager=True, additional_config={"exl3_backend": "reference"}, **ours,
+        **engine,
     )  # fmt: skip
 
     def prefill(*prompts: list[int]) -> list[list[int]]:
@@ -104,7 +107,8 @@ def compare(folder: Path, scheduler: str) -> dict[str, Any]:
         boundary = chunk // POOL
         others = [value for number, value in enumerate(cosines) if number != boundary]
         found[remainder] = {"chunk": chunk, "boundary": cosines[boundary], "least of others": min(others)}
-    return found
+    ends = getattr(llm.llm_engine.engine_core.engine_core.scheduler, "unaligned_ends", None)
+    return {"cases": found, "unaligned ends": ends}
 
 
 def verdict(stock: dict[str, Any]) -> str:
@@ -127,26 +131,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--engine", default="{}", help="further LLM() options, JSON")
     parser.add_argument("--scheduler", choices=("stock", "ours"), help="one of them, in this process")
     options = parser.parse_args()
     folder = options.work / "pool-of-four"
     if options.scheduler:
-        options.out.write_text(json.dumps(compare(folder, options.scheduler)))
+        options.out.write_text(json.dumps(compare(folder, options.scheduler, json.loads(options.engine))))
         return 0
     if not folder.exists():
         options.work.mkdir(parents=True, exist_ok=True)
-        serving.TEXT["index_kpool"] = POOL
-        serving.write_checkpoint(folder)
+        serving.write_checkpoint(folder, serving.TEXT | {"index_kpool": POOL})
     document: dict[str, Any] = {"schema": 1}
     for scheduler in ("stock", "ours"):
         part = options.work / f"{scheduler}.json"
-        command = [sys.executable, __file__, str(options.work), str(part), "--scheduler", scheduler]
+        command = [
+            sys.executable,
+            __file__,
+            str(options.work),
+            str(part),
+            "--scheduler",
+            scheduler,
+            "--engine",
+            options.engine,
+        ]
         environment = os.environ | {"PYTHONPATH": f"{serving.SOURCES}:{os.environ.get('PYTHONPATH', '')}"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
         failed = {"failed": done.stderr[-4000:]}
         document[scheduler] = json.loads(part.read_text()) if done.returncode == 0 else failed
     told = "failed" not in document["stock"]
-    document["verdict"] = verdict(document["stock"]) if told else "undecided: vLLM's own scheduler did not get through"
+    document["verdict"] = verdict(document["stock"]["cases"]) if told else "undecided: vLLM's own scheduler did not get through"
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(document["verdict"])
     return 0 if told else 1
