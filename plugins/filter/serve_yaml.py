@@ -57,6 +57,24 @@ FROM_INVENTORY = (
     "distributed-executor-backend",
 )
 
+# Options that no kernel depends on: where the ranks meet, how the weights are read, what the API makes of an answer.
+SHAPELESS = (
+    "chat-template",
+    "default-chat-template-kwargs",
+    "distributed-executor-backend",
+    "enable-auto-tool-choice",
+    "enable-prompt-tokens-details",
+    "load-format",
+    "master-addr",
+    "master-port",
+    "model-loader-extra-config",
+    "nnodes",
+    "override-generation-config",
+    "reasoning-parser",
+    "served-model-name",
+    "tool-call-parser",
+)
+
 
 def plain(value: Any) -> Any:
     """The value as exact dict, list, str, int, float, bool or None, without Ansible's tagged and lazy types."""
@@ -110,6 +128,11 @@ def serve_yaml(options: dict[str, Any]) -> str:
         if problem := refusal(str(key), value):
             raise AnsibleFilterError(f"serve.yaml, {problem}")
     return HEADER + "".join(f"{key}: {scalar(options[key])}\n" for key in sorted(options))
+
+
+def shaping(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `serve_config` on which it depends what the engine compiles."""
+    return {key: value for key, value in options.items() if key not in SHAPELESS}
 
 
 def switch(name: str, on: bool) -> dict[str, bool]:
@@ -221,4 +244,4 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         """Filter names and functions."""
-        return {"serve_yaml": serve_yaml, "serve_config": serve_config}
+        return {"serve_yaml": serve_yaml, "serve_config": serve_config, "shaping": shaping}

@@ -24,3 +24,4 @@ P
 python3 -m pytest -q -rA -p no:cacheprovider "$root/tests/gpu/test_kernels.py" "$root/tests/gpu/test_modules.py" 2>&1 | tee "$out/kernels.log" | tail -25
 python3 "$root/files/overlay/benchmarks/moe.py" --exllamav3 "$sources" --out "$out/moe.json" 2>&1 | tee "$out/moe.log" | tail -14
 python3 "$root/tests/gpu/pool_alignment.py" /tmp/glm-pools "$out/pool_alignment.json" 2>&1 | tee "$out/pool_alignment.log" | tail -3
+python3 "$root/tests/gpu/rehearsal.py" /tmp/glm-rehearsal "$out/rehearsal.json" 2>&1 | tee "$out/rehearsal.log" | tail -20

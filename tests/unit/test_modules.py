@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from glm_vllm_overlay import cli, modules
 
-NVCC = "#!/bin/sh\necho 'Cuda compilation tools, release {}, V13.0.88'\n"
+NVCC = "#!/bin/sh\necho 'Cuda compilation tools, release {0}, V{0}.88'\n"
 
 
 class Spec:
@@ -26,7 +26,7 @@ class Spec:
         if self.error:
             raise self.error
         if self.leaves:
-            self.jit_library_path.parent.mkdir(parents=True)
+            self.jit_library_path.parent.mkdir(parents=True, exist_ok=True)
             self.jit_library_path.write_text(os.environ["MAX_JOBS"])
 
 
@@ -65,9 +65,33 @@ def refused(capsys: pytest.CaptureFixture[str], code: int = 1) -> str:
 def test_every_needed_module_by_as_many_processes_as_memory_allows(base: Path, capsys) -> None:
     assert cli.main(["build", "--modules", "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
-    assert json.loads((base / "modules.json").read_text()) == {"schema": 1, "files": files}
+    listed = json.loads((base / "modules.json").read_text())
+    assert listed == {"schema": 1, "toolkit": "13.0.88", "files": files}
     assert set(files) == {"sparse_mla_sm120", "sampling", "topk"}
     assert {(base / file).read_text() for file in files.values()} == {"3"}
+
+
+def asked(capsys: pytest.CaptureFixture[str], *more: str) -> bool:
+    """Whether it did something, or with --planned would."""
+    assert cli.main(["build", "--modules", "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)["changed"]
+
+
+def test_what_is_there_is_left_alone(base: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (asked(capsys, "--planned"), (base / "modules.json").exists()) == (True, False)
+    assert asked(capsys)
+    flashinfer(monkeypatch, topk=Spec("topk", RuntimeError("must not be asked")))
+    assert (asked(capsys, "--planned"), asked(capsys)) == (False, False)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_after_an_update_of_the_toolkit_or_a_loss_they_are_made_again(base: Path, capsys, library: bool) -> None:
+    assert asked(capsys)
+    if library:
+        (base / json.loads((base / "modules.json").read_text())["files"]["topk"]).unlink()
+    else:
+        (base.parent / "cuda/bin/nvcc").write_text(NVCC.format("13.1"))
+    assert (asked(capsys, "--planned"), asked(capsys), asked(capsys)) == (True, True, False)
 
 
 def test_one_that_does_not_compile(base: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

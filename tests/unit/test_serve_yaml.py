@@ -156,6 +156,17 @@ def test_a_missing_variable_is_named():
         serve_yaml.serve_config({k: v for k, v in DEFAULTS.items() if k != "glm_vllm_overlay_max_num_seqs"}, **PLACE)
 
 
+def test_what_shapes_no_kernel_is_no_part_of_the_shape():
+    """A change of these costs no rehearsal; a change of any other does."""
+    before, shaping = config(), serve_yaml.shaping
+    after = config(served_name="x", reasoning_effort="low", tool_parser="", executor="ray", default_max_tokens=9)
+    assert before != after and shaping(before) == shaping(after)
+    for change in ({"max_num_seqs": 9}, {"max_num_batched_tokens": 8192}, {"kv_cache_dtype": "auto"}, {"limit_mm": {}}):
+        assert shaping(config(**change)) != shaping(before), change
+    assert shaping(config(extra_args={"block-size": 64})) != shaping(before)
+    assert set(serve_yaml.SHAPELESS) <= {*before, "chat-template"}
+
+
 def test_values_survive_yaml():
     """What vLLM's YAML reader sees is what was meant, whatever the words look like."""
     options = {

@@ -186,16 +186,22 @@ def test_a_release_for_machines_without_a_gpu(node, peer, glm_vllm):
     assert glm_vllm("gate")[0] == 0
 
 
+def toolkit(node, version: str) -> None:
+    """A CUDA toolkit of that version at /cuda."""
+    node.program(node.root / "cuda/bin/nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V{version}'\n")
+
+
 def modules(node, peer, files: dict[str, str] | None) -> Path:
     """A release that needs FlashInfer's modules, and what is said to be there of them; returns their folder."""
     manifest = node.root / RELEASE / "manifest.json"
-    document = json.loads(manifest.read_text()) | {"modules": "/var/cache/glm-vllm/r1-modules"}
+    document = json.loads(manifest.read_text()) | {"modules": "/var/cache/glm-vllm/r1-modules", "cuda_home": "/cuda"}
+    toolkit(node, "13.0.88")
     manifest.write_text(json.dumps(document))
     peer.document["release_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
     folder = node.root / "var/cache/glm-vllm/r1-modules"
     folder.mkdir(parents=True)
     if files is not None:
-        (folder / "modules.json").write_text(json.dumps({"schema": 1, "files": files}))
+        (folder / "modules.json").write_text(json.dumps({"schema": 1, "toolkit": "13.0.88", "files": files}))
     return folder
 
 
@@ -211,13 +217,81 @@ def test_modules_that_were_never_compiled(node, peer, glm_vllm, files):
         (folder / "modules.json").write_text("damaged")
     message = refused(glm_vllm, node)
     assert f"not all in {folder} (without modules.json), so the engine would compile with the weights" in message
-    assert message.endswith(f"remove {folder}/modules.json if it is there and run playbooks/release.yml")
+    assert message.endswith("memory: run playbooks/release.yml")
 
 
 def test_a_module_that_is_gone(node, peer, glm_vllm):
     folder = modules(node, peer, {"sampling": "sampling.so", "topk": "topk.so"})
     (folder / "sampling.so").write_bytes(b"code")
     assert f"not all in {folder} (without topk), so the engine would compile" in refused(glm_vllm, node)
+
+
+def test_modules_of_another_toolkit(node, peer, glm_vllm):
+    (modules(node, peer, {"sampling": "sampling.so"}) / "sampling.so").write_bytes(b"code")
+    toolkit(node, "13.0.99")
+    assert f"(compiled with CUDA 13.0.88, and {node.root}/cuda/bin/nvcc is 13.0.99), so the" in refused(glm_vllm, node)
+
+
+def rehearsed(node, peer, **changes: object) -> Path:
+    """A deployment whose start was rehearsed, its list with `changes`; returns the folder of its caches."""
+    modules(node, peer, None)
+    manifest = node.root / RELEASE / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"modules": None}))
+    peer.document["release_sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    node.deploy((node.root / "etc/glm-vllm/serve.yaml").read_text(), caches="/var/cache/glm-vllm/r1-0123abcd")
+    folder = node.root / "var/cache/glm-vllm/r1-0123abcd"
+    (folder / "triton").mkdir(parents=True)
+    for name in ("a.cubin", "b.cubin"):
+        (folder / "triton" / name).write_bytes(b"code")
+    document = {"schema": 1, "key": folder.name, "toolkit": "13.0.88"}
+    document |= {"files": {"triton/a.cubin": 4, "triton/b.cubin": 4}} | changes
+    (folder / "rehearsal.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_a_start_that_was_rehearsed(node, peer, glm_vllm):
+    rehearsed(node, peer)
+    assert glm_vllm("gate")[0] == 0
+
+
+def unrehearsed(glm_vllm, node, folder: Path) -> str:
+    """Why the gate refuses a start, in the middle of its sentence."""
+    before, after = f"memory, since {folder} ", ": run playbooks/serve.yml, which rehearses the start"
+    message = refused(glm_vllm, node)
+    assert before in message and message.endswith(after)
+    return message.partition(before)[2].removesuffix(after)
+
+
+def test_a_start_that_was_not_rehearsed(node, peer, glm_vllm):
+    folder = rehearsed(node, peer)
+    (folder / "rehearsal.json").unlink()
+    assert unrehearsed(glm_vllm, node, folder) == "has no rehearsal.json"
+
+
+@pytest.mark.parametrize("loss", ["gone", "cut"])
+def test_a_kernel_that_is_not_whole(node, peer, glm_vllm, loss):
+    folder = rehearsed(node, peer)
+    (folder / "triton/b.cubin").write_bytes(b"cod")
+    if loss == "gone":
+        (folder / "triton/b.cubin").unlink()
+    assert unrehearsed(glm_vllm, node, folder) == "lacks triton/b.cubin"
+    (folder / "triton/a.cubin").unlink()
+    assert unrehearsed(glm_vllm, node, folder) == "lacks triton/a.cubin and 1 more"
+
+
+def test_the_rehearsal_of_another_engine(node, peer, glm_vllm):
+    folder = rehearsed(node, peer, key="r1-99999999")
+    assert unrehearsed(glm_vllm, node, folder) == "has the list of another engine (r1-99999999)"
+
+
+def test_the_rehearsal_with_another_toolkit(node, peer, glm_vllm):
+    """Which compiler there is, root's manifest says: the engine may write the list, and the gate runs the compiler."""
+    folder = rehearsed(node, peer, nvcc="/bin/false")
+    toolkit(node, "13.0.99")
+    nvcc = node.root / "cuda/bin/nvcc"
+    assert unrehearsed(glm_vllm, node, folder) == f"was compiled with CUDA 13.0.88, and {nvcc} is 13.0.99"
+    nvcc.unlink()
+    assert unrehearsed(glm_vllm, node, folder).endswith(f"and {nvcc} is not there")
 
 
 def test_a_release_that_is_not_there(node, peer, glm_vllm):

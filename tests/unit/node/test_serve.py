@@ -299,6 +299,22 @@ def test_says_what_was_compiled_although_it_should_have_been_there(node, peer, g
     )
 
 
+def test_after_a_rehearsal_a_start_that_compiles_is_a_warning(node, peer, glm_vllm, manager, monkeypatch):
+    node.deploy((node.root / "etc/glm-vllm/serve.yaml").read_text(), caches="/var/cache/glm-vllm/r1-0123abcd")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(node.root))
+    (node.root / "unhealthy").touch()
+
+    def compile_and_become_healthy() -> None:
+        (node.root / "new.cubin").write_bytes(b"code")
+        (node.root / "unhealthy").unlink()
+
+    when(running(node), compile_and_become_healthy)
+    when(lambda: "READY=1" in manager(), ask_to_stop)
+    said = glm_vllm("serve")[1].splitlines()[-2]
+    assert said.startswith("WARNING: compiled 1 modules at this start, which the next one will find: ")
+    assert said.endswith("new.cubin (the rehearsal had not met them: please report it)")
+
+
 def test_the_engine_sees_its_units_environment_but_not_its_manager(node, peer, glm_vllm, manager, monkeypatch):
     monkeypatch.setenv("WATCHDOG_USEC", "1000000")
     monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.11")

@@ -1,4 +1,4 @@
-"""`glm-vllm build`: compile the EXL3 kernels, or FlashInfer's modules, with the toolkit's nvcc, for the pair's GPU."""
+"""`glm-vllm build`: compile the EXL3 kernels, FlashInfer's modules, or what the engine compiles by itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import os
 from pathlib import Path
 
-from glm_vllm_overlay import modules
+from glm_vllm_overlay import modules, rehearsal
 from glm_vllm_overlay.exl3 import build as kernels
 from glm_vllm_overlay.exl3.library import library_path
+from glm_vllm_overlay.node import release
 from glm_vllm_overlay.node.errors import Refusal
+from glm_vllm_overlay.node.settings import SPECULATORS
 
 GIB = 1 << 30
 
@@ -34,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--modules", action="store_true", help="FlashInfer's modules instead, where the engine's environment says"
     )
     parser.add_argument(
+        "--rehearsal",
+        type=Path,
+        metavar="SERVE_YAML",
+        help="instead, what an engine of these options compiles by itself",
+    )
+    parser.add_argument("--speculator", choices=SPECULATORS, default="none", help="the rehearsal's")
+    parser.add_argument("--drafter", type=Path, help="folder of the rehearsal's drafter")
+    parser.add_argument("--planned", action="store_true", help="say only whether modules or rehearsal are to be made")
+    parser.add_argument(
         "--cuda-home", type=Path, default=kernels.default_cuda_home(), help="CUDA toolkit, 13.0 to 13.x"
     )
     parser.add_argument("--target", type=Path, default=library_path().parent, help="folder for the library")
@@ -55,18 +66,39 @@ def run(args: argparse.Namespace) -> int:
     """Build, print where and what; Refusal (exit 1) when anything about it is not as pinned."""
     available = memory_available(Path(os.environ.get("GLM_MEMINFO", "/proc/meminfo")))
     jobs = args.jobs or job_limit(available)
+    if args.rehearsal:
+        return run_rehearsal(args, jobs)
     return run_modules(args, jobs) if args.modules else run_kernels(args, jobs)
 
 
-def run_modules(args: argparse.Namespace, jobs: int) -> int:
-    """`--modules`."""
-    kernels.Toolchain(args.cuda_home, Path(), Path()).nvcc_version()
-    files = modules.compile_modules(jobs)
-    if args.json:
-        print(json.dumps({"schema": 1, "ok": True, "files": files}))
-    else:
-        print(f"{modules.workspace()}: {', '.join(files)}")
+def say(args: argparse.Namespace, message: str, **facts: object) -> int:
+    """The outcome, for a program or for people."""
+    print(json.dumps({"schema": 1, "ok": True, "message": message, **facts}) if args.json else message)
     return 0
+
+
+def run_modules(args: argparse.Namespace, jobs: int) -> int:
+    """`--modules`: nothing is done when the list is whole and of this toolkit."""
+    chain = kernels.Toolchain(args.cuda_home, Path(), Path())
+    chain.nvcc_version()
+    problem = release.modules_problem(modules.workspace() / release.MODULES, chain.nvcc)
+    if args.planned or not problem:
+        return say(args, f"{modules.workspace()}: {problem or 'whole'}", changed=bool(problem))
+    files = modules.compile_modules(jobs, chain.nvcc)
+    return say(args, f"{modules.workspace()}: {', '.join(files)}", changed=True, files=files)
+
+
+def run_rehearsal(args: argparse.Namespace, jobs: int) -> int:
+    """`--rehearsal`: nothing is done when the list is whole, of this toolkit and of this shape of engine."""
+    chain = kernels.Toolchain(args.cuda_home, Path(), Path())
+    chain.nvcc_version()
+    folder = rehearsal.cache_folder()
+    problem = release.rehearsal_problem(folder, chain.nvcc)
+    if args.planned or not problem:
+        return say(args, f"{folder} {problem or 'is whole'}", changed=bool(problem))
+    document = rehearsal.rehearse(args.rehearsal, args.speculator, args.drafter, chain.nvcc, jobs)
+    message = f"{folder}: {len(document['files'])} files after {document['prompts']} prompts"
+    return say(args, f"{message}; FlashInfer {document['flashinfer']}", changed=True, files=document["files"])
 
 
 def run_kernels(args: argparse.Namespace, jobs: int) -> int:

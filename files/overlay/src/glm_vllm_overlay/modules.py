@@ -16,7 +16,7 @@ from pathlib import Path
 
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 from glm_vllm_overlay.node.files import write_atomically
-from glm_vllm_overlay.node.release import MODULES
+from glm_vllm_overlay.node.release import FLASHINFER, MODULES, toolkit_version
 
 # What GLM-5.3-Flash needs of FlashInfer 0.7.2.post1 on SM12x: module → who makes its specification, and for what.
 NEEDED = {
@@ -28,13 +28,13 @@ NEEDED = {
 
 def workspace() -> Path:
     """FlashInfer's folder, from the engine's environment; Unusable without it."""
-    folder = os.environ.get("FLASHINFER_WORKSPACE_BASE", "")
+    folder = os.environ.get(FLASHINFER, "")
     if not folder:
-        raise Unusable("FLASHINFER_WORKSPACE_BASE is not set: run this with the environment of the engine's unit")
+        raise Unusable(f"{FLASHINFER} is not set: run this with the environment of the engine's unit")
     return Path(folder)
 
 
-def compile_modules(jobs: int) -> dict[str, str]:
+def compile_modules(jobs: int, nvcc: Path) -> dict[str, str]:
     """Compile every needed module with `jobs` processes; module → library below the workspace, also written to it.
 
     Refusal names the module that does not compile and the first error.
@@ -56,5 +56,6 @@ def compile_modules(jobs: int) -> dict[str, str]:
         if not spec.jit_library_path.is_file():
             raise Refusal(f"FlashInfer left no {spec.jit_library_path}: install the release's lock again")
         files[name] = str(spec.jit_library_path.relative_to(base))
-    write_atomically(base / MODULES, json.dumps({"schema": 1, "files": files}, indent=1) + "\n")
+    document = {"schema": 1, "toolkit": toolkit_version(nvcc), "files": files}
+    write_atomically(base / MODULES, json.dumps(document, indent=1) + "\n")
     return files

@@ -102,8 +102,9 @@ class Exl3Config(QuantizationConfig):
 
 @functools.lru_cache(maxsize=2)
 def _read(model: str) -> Checkpoint | None:
-    """The headers of a local checkpoint; None when `model` is no folder here (a hub name, a test's fake)."""
-    return read_checkpoint(Path(model)) if model and Path(model).is_dir() else None
+    """The headers of a local checkpoint; None when `model` is no folder with tensors (a hub name, a rehearsal's): a
+    loader of weights refuses that by itself."""
+    return read_checkpoint(Path(model)) if model and any(Path(model).glob("*.safetensors")) else None
 
 
 class Exl3MoEMethod(FusedMoEMethodBase):
@@ -163,8 +164,11 @@ class Exl3MoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         loader: ExpertLoader = layer.exl3_loader
-        loader.finish()
         config = get_current_vllm_config()
+        if config.load_config.load_format == "dummy":
+            logger.warning_once("load_format dummy: the experts are random numbers, and no tensor was counted")
+        else:
+            loader.finish()
         settings = config.additional_config or {}
         check_overflow = bool(settings.get("exl3_check_overflow"))
         if check_overflow and not config.model_config.enforce_eager:

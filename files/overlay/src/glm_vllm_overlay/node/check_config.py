@@ -14,6 +14,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -137,15 +138,15 @@ def same(wanted: Any, parsed: Any, action: argparse.Action) -> bool:
     return False
 
 
-def parse(whole: argparse.ArgumentParser, config: dict[str, Any]) -> argparse.Namespace:
-    """Parse `serve --config` of these keys; raises ParserRefuses."""
+def parse(whole: argparse.ArgumentParser, config: dict[str, Any], more: Sequence[str] = ()) -> argparse.Namespace:
+    """Parse `serve --config` of these keys, and `more` of the command line; raises ParserRefuses."""
     import yaml
 
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         yaml.safe_dump(config, file, sort_keys=False)
         file.flush()
         try:
-            return whole.parse_args(["serve", "--config", file.name])
+            return whole.parse_args(["serve", "--config", file.name, *more])
         except ParserRefuses:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it raises, the engine would end with it

@@ -248,9 +248,10 @@ def run(args: argparse.Namespace) -> int:
         gate.say("looking at the fabric")
         fabric = gate.fabric()
         gate.weights(settings.speculator)
-        current = read_json(paths.deployment)["release"]
-        release.check_kernels(paths, current)
-        release.check_modules(paths, current)
+        deployment = read_json(paths.deployment)
+        release.check_kernels(paths, deployment["release"])
+        release.check_modules(paths, deployment["release"])
+        release.check_rehearsal(paths, deployment)
         make_device_files(paths.device_helper)
         gate.memory(settings.utilisation)
         peer = gate.meet(fabric)
