@@ -140,6 +140,14 @@ def test_bits_and_codebook_come_from_the_tensors(changed, stamp: dict) -> None:
     assert claimed == (None if stamp["quant_method"] == "exl3" else "exl3")
 
 
+def test_a_folder_without_tensors_is_left_to_whoever_reads_them(tmp_path: Path) -> None:
+    """A rehearsal's; vLLM's own loader refuses it when there should be some."""
+    (tmp_path / "config.json").write_text("{}")
+    config = Exl3Config(4, "mcg")
+    config.maybe_update_config(str(tmp_path))
+    assert (config.bits, config.codebook) == (4, "mcg")
+
+
 def test_a_native_checkpoint_of_another_method_is_not_claimed(changed) -> None:
     hf_config = SimpleNamespace(name_or_path=str(changed(_native)))
     assert Exl3Config.override_quantization_method({"quant_method": "fp8"}, None, hf_config) is None
@@ -188,11 +196,34 @@ def test_loader_takes_vllms_call_and_never_says_skip(monkeypatch: pytest.MonkeyP
         layer.w13_svh.weight_loader(layer.w13_svh, svh, "experts.routed_experts.w13_svh", **arguments)
 
 
+def engine(monkeypatch: pytest.MonkeyPatch, load_format: str = "auto", eager: bool = True, **additional: Any) -> None:
+    """vLLM's configuration while it loads."""
+    config = SimpleNamespace(
+        additional_config=additional,
+        load_config=SimpleNamespace(load_format=load_format),
+        model_config=SimpleNamespace(enforce_eager=eager),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+    )
+    monkeypatch.setattr(quantization, "get_current_vllm_config", lambda: config)
+
+
 def test_an_incomplete_layer_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, target = FakeLayer(), method(monkeypatch)
     create(target, layer)
+    engine(monkeypatch)
     with pytest.raises(CheckpointError, match="0 of 24 expert tensors arrived"):
         target.process_weights_after_loading(layer)
+
+
+def test_random_weights_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal's: vLLM fills what floats with random numbers and leaves the trellis at zero, which decodes."""
+    layer, target = FakeLayer(), method(monkeypatch)
+    layer.swiglu_limit, layer.top_k = 10.0, 2
+    create(target, layer)
+    engine(monkeypatch, "dummy")
+    target.process_weights_after_loading(layer)
+    out = target.apply(layer, torch.randn(3, 256), torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int64))
+    assert out.shape == (3, 256) and bool(torch.isfinite(out).all())
 
 
 def test_expert_parallel_weighted_inputs_and_another_activation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +244,7 @@ def test_sizes_are_never_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_overflow_check_needs_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(
-        additional_config={"exl3_check_overflow": True}, model_config=SimpleNamespace(enforce_eager=False)
-    )
-    monkeypatch.setattr(quantization, "get_current_vllm_config", lambda: config)
+    engine(monkeypatch, eager=False, exl3_check_overflow=True)
     layer, target = FakeLayer(), method(monkeypatch)
     create(target, layer)
     monkeypatch.setattr(layer.exl3_loader, "finish", lambda: None)
