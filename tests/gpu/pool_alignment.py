@@ -22,7 +22,7 @@ from typing import Any
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-POOL, STEP, PAGE, VALUES = 4, 512, 64, 128  # tokens a pool, tokens a step, keys a page, fp8 values a key
+POOL, STEP, VALUES = 4, 512, 128  # tokens a pool, tokens a step, fp8 values a key
 SECOND = 400  # tokens of the second prompt: alone it is one chunk
 FIRST_CHUNK = 200  # of the second prompt beside the first, plus the remainder
 SAME, OTHER = 0.95, 0.8  # cosines: rounding stays above the one, another vector below the other
@@ -35,15 +35,15 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def read_keys(cache: Any, slots: list[int]) -> Any:
-    """The stored keys [pools, 128], float32, from a cache [pages, 64, 132] of bytes: a page is values, then scales."""
+    """The stored keys [pools, 128], float32, from a cache [pages, keys, 132] of bytes: a page is values, then scales."""
     import torch
 
-    keys = []
+    keys, held = [], cache.shape[1]
     for slot in slots:
-        page = cache[slot // PAGE].reshape(-1)
-        place = slot % PAGE
+        page = cache[slot // held].reshape(-1)
+        place = slot % held
         values = page[place * VALUES : (place + 1) * VALUES].view(torch.float8_e4m3fn).float()
-        scale = page[PAGE * VALUES + 4 * place : PAGE * VALUES + 4 * place + 4].clone().view(torch.float32)
+        scale = page[held * VALUES + 4 * place : held * VALUES + 4 * place + 4].clone().view(torch.float32)
         keys.append(values * scale)
     return torch.stack(keys).cpu()
 
@@ -159,7 +159,9 @@ def main() -> int:
         failed = {"failed": done.stderr[-4000:]}
         document[scheduler] = json.loads(part.read_text()) if done.returncode == 0 else failed
     told = "failed" not in document["stock"]
-    document["verdict"] = verdict(document["stock"]["cases"]) if told else "undecided: vLLM's own scheduler did not get through"
+    document["verdict"] = (
+        verdict(document["stock"]["cases"]) if told else "undecided: vLLM's own scheduler did not get through"
+    )
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(document["verdict"])
     return 0 if told else 1
