@@ -35,7 +35,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def read_keys(cache: Any, slots: list[int]) -> Any:
-    """The stored keys [pools, 128], float32, from a cache [pages, keys, 132] of bytes: a page is values, then scales."""
+    """The stored keys [pools, 128], float32, of a cache [pages, keys, 132] of bytes: a page is values, then scales."""
     import torch
 
     keys, held = [], cache.shape[1]
