@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "files/overlay/src"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
 

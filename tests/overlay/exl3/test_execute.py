@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from experts import EXPERTS, HIDDEN, TOP_K, WIDTH, make_experts
 from glm_vllm_overlay.exl3 import format as exl3
 from glm_vllm_overlay.exl3.execute import (
     TILE_ROWS,
@@ -12,31 +13,6 @@ from glm_vllm_overlay.exl3.execute import (
     make_backend,
     row_tiles,
 )
-
-EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 256, 128, 2
-
-
-def make_experts(**change: object) -> Experts:
-    generator = torch.Generator().manual_seed(0)
-
-    def words(*shape: int) -> torch.Tensor:
-        return torch.randint(-32768, 32768, shape, dtype=torch.int16, generator=generator)
-
-    def scale(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * 0.05).half()
-
-    fields = {
-        "bits": 4,
-        "codebook": "mcg",
-        "limit": 0.2,
-        "w13_trellis": words(EXPERTS, 2, HIDDEN // 16, WIDTH // 16, 64),
-        "w13_suh": scale(EXPERTS, 2, HIDDEN),
-        "w13_svh": scale(EXPERTS, 2, WIDTH) * 20,
-        "w2_trellis": words(EXPERTS, WIDTH // 16, HIDDEN // 16, 64),
-        "w2_suh": scale(EXPERTS, WIDTH),
-        "w2_svh": scale(EXPERTS, HIDDEN),
-    }
-    return Experts(**{**fields, **change})
 
 
 def slow(experts: Experts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -109,6 +85,15 @@ def test_pointer_tables_name_every_tensor() -> None:
         for e in range(EXPERTS):
             assert table[row, e].item() == tensor[e].data_ptr()
             assert tensor[e].is_contiguous()
+
+
+def test_projections_are_the_parameters_rows() -> None:
+    experts = make_experts(codebook="mul1")
+    for number, packed in enumerate(experts.projections()):
+        for part in ("trellis", "suh", "svh"):
+            whole = getattr(experts, f"w2_{part}") if number == 2 else getattr(experts, f"w13_{part}")[:, number]
+            assert torch.equal(getattr(packed, part), whole)
+        assert packed.codebook == "mul1"
 
 
 def test_default_backend_of_a_cpu_is_the_reference() -> None:

@@ -120,8 +120,9 @@ def test_one_flipped_bit_changes_the_weight(part: str) -> None:
 def test_a_tensor_that_is_no_trellis_is_refused() -> None:
     with pytest.raises(ValueError, match="int16, this one is int32"):
         exl3.unpack_states(torch.zeros(64, dtype=torch.int32))
-    with pytest.raises(ValueError, match="this one has 40"):
-        exl3.unpack_states(torch.zeros(40, dtype=torch.int16))
+    for width in (0, 40, 144):  # no bit a weight, two and a half, nine
+        with pytest.raises(ValueError, match=f"16 x .1..8. words a tile, this one has {width}"):
+            exl3.unpack_states(torch.zeros(width, dtype=torch.int16))
 
 
 def test_markers_are_the_multipliers() -> None:

@@ -63,6 +63,8 @@ def test_ranks_hold_the_columns_and_rows_of_the_whole(tp_size: int) -> None:
         assert torch.allclose(torch.cat([part[2] for part in parts], 0), whole[2], atol=1e-5)
     for rank in ranks:
         rank.finish()
+        for group in ("w13", "w2"):
+            assert (rank.parameters[f"{group}_mcg"] == exl3.marker_tensor("mcg")[1]).all()
         assert rank.loaded == rank.expected == EXPERTS * 3 * 4
 
 
@@ -172,6 +174,7 @@ def test_twice_and_unknown_experts() -> None:
     [
         ({"codebook": "mgc"}, "'mgc' is unknown"),
         ({"bits": 9}, "1 to 8 bits"),
+        ({"bits": 0}, "1 to 8 bits"),
         ({"intermediate": 192}, "cannot cut a 128-wide rotation"),
         ({"hidden": 200}, "cannot cut a 128-wide rotation"),
         ({"tp_size": 8}, "cannot cut a 128-wide rotation"),
@@ -180,6 +183,15 @@ def test_twice_and_unknown_experts() -> None:
 def test_geometry_that_cannot_be_served(change: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         shape(**{"tp_size": 1, **change})
+
+
+def test_the_codebook_without_a_marker_needs_none() -> None:
+    loader = make_loader(shape(codebook="3inst"))
+    assert not [name for name in loader.parameters if name.endswith(("mcg", "mul1", "3inst"))]
+    fill(loader, {key: tensor for key, tensor in checkpoint().items() if key[2] != "mcg"}).finish()
+    assert loader.expected == EXPERTS * 3 * 3
+    with pytest.raises(CheckpointError, match="marks the mcg codebook, but the configuration says 3inst"):
+        loader.load("mcg", 0, "w1", exl3.marker_tensor("mcg")[1])
 
 
 def test_bytes_of_the_recipes_layer() -> None:

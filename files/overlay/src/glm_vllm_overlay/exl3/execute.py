@@ -182,11 +182,10 @@ def row_tiles(experts: torch.Tensor, count: int) -> torch.Tensor:
     ends = tiles.cumsum(0)
     index = torch.arange(experts.numel() // TILE_ROWS + min(count, experts.numel()), device=device)
     expert = torch.searchsorted(ends, index, right=True)
-    used = expert < count
-    expert = expert.clamp(max=count - 1)
+    expert = expert.clamp(max=count - 1)  # of the unused, whose rows are then spent
     within = (index - (ends - tiles)[expert]) * TILE_ROWS
     first = (rows.cumsum(0) - rows)[expert] + within
-    size = (rows[expert] - within).clamp(0, TILE_ROWS) * used
+    size = (rows[expert] - within).clamp(0, TILE_ROWS)
     return torch.stack((expert, first, size)).int()
 
 
