@@ -7,14 +7,14 @@ Returns ``plan``, or fails with the one sentence that says why there is none.
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible.plugins.action import ActionBase
 
-LOGIC = Path(__file__).resolve().parents[1] / "filter/cx7.py"
+load = runpy.run_path(str(Path(__file__).resolve().parents[1] / "controller/own_code.py"))["load"]
 
 
 class ActionModule(ActionBase):
@@ -28,10 +28,7 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
         arguments = dict(self._task.args)
-        spec = importlib.util.spec_from_file_location("glm_cx7", LOGIC)
-        assert spec and spec.loader
-        logic = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(logic)
+        logic = load("plugins/filter/cx7.py")
         step = {"candidate": logic.cx7_candidate, "plan": logic.cx7_plan}[arguments.pop("step")]
         try:
             return result | {"changed": False, "plan": step(**arguments)}

@@ -5,8 +5,7 @@ Takes no arguments. Fails with every problem at once, one sentence each on a lin
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,7 @@ from ansible.errors import AnsibleError
 from ansible.plugins.action import ActionBase
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def load(file: str) -> Any:
-    """A Python file of ours as a module: Ansible puts no folder of ours on the import path."""
-    name = f"glm_{Path(file).stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, REPOSITORY / file)
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+load = runpy.run_path(str(Path(__file__).resolve().parents[1] / "controller/own_code.py"))["load"]
 
 
 class ActionModule(ActionBase):

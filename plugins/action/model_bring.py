@@ -17,8 +17,8 @@ stays incomplete). Returns what `glm-vllm fetch` answers. Check mode foretells f
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 import secrets
 import shlex
 import time
@@ -33,16 +33,7 @@ FOLDER = "/run/glm-vllm-model"
 RUNNING = 100
 SHORTEST, LONGEST = 0.3, 5.0
 OPTIONS = ("plan", "python", "required")
-
-
-def program() -> Any:
-    """plugins/controller/model_program.py: Ansible puts no folder of ours on the import path."""
-    file = Path(__file__).resolve().parents[1] / "controller/model_program.py"
-    spec = importlib.util.spec_from_file_location("glm_model_program", file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+load = runpy.run_path(str(Path(__file__).resolve().parents[1] / "controller/own_code.py"))["load"]
 
 
 def start(python: str, pyz: str, job: str) -> str:
@@ -78,7 +69,7 @@ class ActionModule(ActionBase):
         job = {key: value for key, value in self._task.args.items() if key not in OPTIONS}
         self.host = str((task_vars or {})["inventory_hostname"])
         self.python = self._task.args.get("python", "/usr/bin/python3")
-        self.tool = program()
+        self.tool = load("plugins/controller/model_program.py")
         if not job["files"]:  # foretold without a list
             return result | {"changed": True, "verified": False, "missing": [], "manifest": None}
         try:

@@ -13,22 +13,14 @@ A source is `repo`, `url` or `path`, with `revision`, `licence` and `name`. Furt
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
 
 from ansible.plugins.action import ActionBase
 
-
-def program() -> Any:
-    """plugins/controller/model_program.py: Ansible puts no folder of ours on the import path."""
-    file = Path(__file__).resolve().parents[1] / "controller/model_program.py"
-    spec = importlib.util.spec_from_file_location("glm_model_program", file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+load = runpy.run_path(str(Path(__file__).resolve().parents[1] / "controller/own_code.py"))["load"]
 
 
 class ActionModule(ActionBase):
@@ -48,7 +40,7 @@ class ActionModule(ActionBase):
         host = str((task_vars or {})["inventory_hostname"])
         if self._task.check_mode and self._low_level_execute_command(f"test -x {shlex.quote(python)}")["rc"] != 0:
             return result | self._foretold(given)
-        tool = program()
+        tool = load("plugins/controller/model_program.py")
         try:
             chosen = tool.ask(self, python, ["--list"], given | {"manifests": tool.manifests(given["sources"])}, host)
         finally:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import runpy
 import shlex
 import tempfile
 from pathlib import Path
@@ -15,15 +15,12 @@ from ansible.errors import AnsibleActionFail
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "files/manifests"
+load = runpy.run_path(str(Path(__file__).resolve().parents[1] / "controller/own_code.py"))["load"]
 
 
 def build() -> bytes:
     """The node program as a zipapp."""
-    spec = importlib.util.spec_from_file_location("glm_node_pyz", REPOSITORY / "plugins/action/node_pyz.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.build()
+    return load("plugins/action/node_pyz.py").build()
 
 
 def put(action: Any) -> str:

@@ -49,3 +49,13 @@ def test_no_role_is_imported_on_a_condition(file):
     """The condition would be the role's handlers' too, for the whole play: they would not run on the other hosts."""
     tasks = [task for play in yaml.safe_load(file.read_text()) for task in play.get("tasks", ())]
     assert not [task["name"] for task in tasks if "ansible.builtin.import_role" in task and "when" in task]
+
+
+def test_apt_waits_for_the_updates_of_a_new_machine():
+    """After its first boot a new Spark updates itself and holds the lock; the module waits one minute."""
+    found = 0
+    for file in [*sorted((ROOT / "roles").glob("*/tasks/*.yml")), *sorted((ROOT / "playbooks").rglob("*.yml"))]:
+        for options in re.findall(r"^( +)ansible\.builtin\.apt:\n((?:\1  .*\n)+)", file.read_text(), re.MULTILINE):
+            found += 1
+            assert "lock_timeout: 600\n" in options[1], file
+    assert found >= 10
