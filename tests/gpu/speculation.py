@@ -35,7 +35,19 @@ TEXT = serving.TEXT | {
 # Each token is followed by the next one, and this one by itself. The mask token, which stands where the drafter has to
 # guess, leads there too: its guesses are wrong until the target has arrived, and right from then on.
 END, MASK = VOCABULARY - 1, VOCABULARY - 2
-LENGTH, STEP, TOKENS = 8192, 2048, 24
+DRAFTER: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
+    "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "intermediate_size": 512, "num_hidden_layers": 5,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": serving.TEXT["max_position_embeddings"], "rope_theta": 1000000.0,
+    "sliding_window": 2048, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 5,
+    "is_causal": False, "tie_word_embeddings": False, "attention_bias": False,
+    "dflash_config": {
+        "block_size": 8, "causal": False, "conv_kernel_size": 2, "conv_group_size": 16,
+        "selector_rank": 32, "selector_top_k": 16, "target_layer_ids": [2, 5], "mask_token_id": MASK,
+    },
+}  # fmt: skip
+LENGTH, STEP, TOKENS, POOL = 8192, 2048, 24, 4 << 30
 TOLERANCE = 0.1  # of a log-probability: bfloat16 and the fp8 cache against float32, half of it seen in serving.py
 CASES: dict[str, dict[str, Any]] = {
     "none": {"enable_prefix_caching": False},
@@ -86,7 +98,11 @@ def write_drafter(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    heads, kv_heads, head, inner, rank, taps, group = 8, 2, 128, 512, 32, 2, 16
+    head, inner = DRAFTER["head_dim"], DRAFTER["intermediate_size"]
+    heads, kv_heads = DRAFTER["num_attention_heads"], DRAFTER["num_key_value_heads"]
+    rank, taps, group = (
+        DRAFTER["dflash_config"][name] for name in ("selector_rank", "conv_kernel_size", "conv_group_size")
+    )
     generator = torch.Generator().manual_seed(7)
 
     def noise(*shape: int, scale: float = 0.1) -> torch.Tensor:
@@ -116,19 +132,7 @@ def write_drafter(folder: Path) -> None:
             state[f"{layer}{name}.kernel_projection.weight"] = noise(2 * taps * HIDDEN // group, HIDDEN)
     folder.mkdir()
     save_file({name: tensor.clone() for name, tensor in state.items()}, folder / "model.safetensors")
-    config = {
-        "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
-        "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "intermediate_size": inner, "num_hidden_layers": 5,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": serving.TEXT["max_position_embeddings"], "rope_theta": 1000000.0,
-        "sliding_window": 2048, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 5,
-        "is_causal": False, "tie_word_embeddings": False, "attention_bias": False,
-        "dflash_config": {
-            "block_size": 8, "causal": False, "conv_kernel_size": taps, "conv_group_size": group,
-            "selector_rank": rank, "selector_top_k": 16, "target_layer_ids": [2, 5], "mask_token_id": MASK,
-        },
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(DRAFTER))
 
 
 def options(work: Path, case: str) -> dict[str, Any]:
@@ -142,23 +146,19 @@ def options(work: Path, case: str) -> dict[str, Any]:
 
 
 def built_cache(llm: Any) -> dict[str, Any]:
-    """The groups of the engine's KV cache and the bytes of a block of its pool."""
+    """The groups of the engine's KV cache and the blocks of its pool."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
-    groups = []
-    for group in config.kv_cache_groups:
-        members = list(iter_layer_specs(group.kv_cache_spec))
-        groups.append(
-            {
-                "kind": type(members[0]).__name__,
-                "layers": len(group.layer_names),
-                "block_size": group.kv_cache_spec.block_size,
-                "draft": any(getattr(member, "is_draft", False) for member in members),
-            }
-        )
-    pool = sum(tensor.size for tensor in config.kv_cache_tensors)
-    return {"groups": groups, "blocks": config.num_blocks, "pool": pool}
+    groups = [
+        {
+            "kind": type(next(iter(iter_layer_specs(group.kv_cache_spec)))).__name__,
+            "layers": len(group.layer_names),
+            "block_size": group.kv_cache_spec.block_size,
+        }
+        for group in config.kv_cache_groups
+    ]
+    return {"groups": groups, "blocks": config.num_blocks}
 
 
 def generate(work: Path, case: str, engine: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def generate(work: Path, case: str, engine: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(
         str(work / "target"), quantization="exl3", max_model_len=LENGTH, gpu_memory_utilization=0.15, max_num_seqs=4,
         max_num_batched_tokens=STEP, limit_mm_per_prompt={"image": 0, "video": 0}, kv_cache_dtype="fp8_ds_mla",
-        disable_log_stats=False, **options(work, case), **engine,
+        kv_cache_memory_bytes=POOL, disable_log_stats=False, **options(work, case), **engine,
     )  # fmt: skip
 
     def counters() -> dict[str, float]:
@@ -203,26 +203,22 @@ def generate(work: Path, case: str, engine: dict[str, Any]) -> dict[str, Any]:
     return {"rounds": rounds, "cache": built_cache(llm)}
 
 
-def planned(work: Path, case: str) -> dict[str, Any]:
-    """The same cache by `glm-vllm plan`'s planner, in a process without a device."""
+def planned(case: str, capability: tuple[int, int]) -> dict[str, Any]:
+    """The same cache by `glm-vllm plan`'s planner, which needs no device and has to have a process of its own."""
     from glm_vllm_overlay.plan.cache import Engine, Planner
 
-    chosen = options(work, case)
+    chosen = options(Path(), case)
     speculative = chosen.get("speculative_config", {})
     engine = Engine(
         max_model_len=LENGTH, max_num_seqs=4, max_num_batched_tokens=STEP, tensor_parallel=1,
         tokens=speculative.get("num_speculative_tokens", 0), prefix_caching=chosen["enable_prefix_caching"],
         drafter_kv=chosen["additional_config"].get("drafter_kv", "stock"),
     )  # fmt: skip
-    target = json.loads((work / "target/config.json").read_text())
-    dflash = speculative.get("method") == "dflash"
-    drafter = json.loads((work / "drafter/config.json").read_text()) if dflash else None
-    cache = Planner(target, drafter, engine, mtp=speculative.get("method") == "mtp").cache()
-    groups = [
-        {"kind": group.kind, "layers": group.layers, "block_size": group.block_size, "draft": group.draft}
-        for group in cache.groups
-    ]
-    return {"groups": groups, "bytes_per_block": cache.bytes_per_block}
+    target = {"text_config": TEXT | {"model_type": "glm5_next_text"}}
+    drafter = DRAFTER if speculative.get("method") == "dflash" else None
+    cache = Planner(target, drafter, engine, speculative.get("method") == "mtp", capability).cache()
+    groups = [{"kind": group.kind, "layers": group.layers, "block_size": group.block_size} for group in cache.groups]
+    return {"groups": groups, "blocks": cache.blocks(POOL)}
 
 
 def judge(document: dict[str, Any], truth: dict[str, Any]) -> list[str]:
@@ -253,9 +249,8 @@ def judge(document: dict[str, Any], truth: dict[str, Any]) -> list[str]:
         if not document[case]["startup"]:
             problems.append(f"{case}: the start said nothing of itself")
         built, plan = document[case]["cache"], document[case]["plan"]
-        per_block = built["pool"] / built["blocks"]
-        if built["groups"] != plan["groups"] or per_block != plan["bytes_per_block"]:
-            problems.append(f"{case}: the cache is not as planned: {built['groups']} at {per_block}, {plan}")
+        if built != plan:
+            problems.append(f"{case}: the cache is not as planned: {built}, {plan}")
     return problems
 
 
@@ -284,7 +279,7 @@ def run_step(kind: str, work: Path, case: str, argument: str) -> Any:
     if kind == "generate":
         return generate(work, case, json.loads(argument))
     if kind == "plan":
-        return planned(work, case)
+        return planned(case, tuple(json.loads(argument)))
     return serving.reference(
         work / "target", json.loads(Path(argument).read_text()), [ids for given in prompts() for ids in given]
     )
@@ -307,10 +302,13 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     if not (args.work / "drafter/config.json").exists():
         step("write", args.work)
+    import torch
+
+    capability = json.dumps(torch.cuda.get_device_capability())
     engine = json.dumps(json.loads(args.engine) | ({"torch_topk": True} if args.torch_topk else {}))
     with ThreadPoolExecutor(args.jobs) as pool:
         engines = {case: pool.submit(step, "generate", args.work, case, engine) for case in CASES}
-        plans = {case: pool.submit(step, "plan", args.work, case, "", False) for case in CASES}
+        plans = {case: pool.submit(step, "plan", args.work, case, capability, False) for case in CASES}
         document = {case: engines[case].result() | {"plan": plans[case].result()} for case in CASES}
     failed = [case for case in CASES if "failed" in document[case] or "failed" in document[case]["plan"]]
     problems = [f"{case}: did not get through" for case in failed]

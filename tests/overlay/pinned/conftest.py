@@ -30,7 +30,7 @@ def found(models, tmp_path_factory) -> dict:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs .cache/vllm-0.33.0: run `make setup`")
     home = tmp_path_factory.mktemp("home")
     environment = os.environ | {
-        "PYTHONPATH": f"{PINNED}:{ROOT}/files/overlay/src:{HERE}",
+        "PYTHONPATH": f"{PINNED}:{ROOT}/files/overlay/src:{ROOT}/tests/gpu:{HERE}",
         "HOME": str(home),
         "GLM_ROOT": str(home),
         "OMP_NUM_THREADS": "1",

@@ -68,6 +68,13 @@ def caches() -> dict:
     return answers
 
 
+def live() -> dict:
+    """The caches of a tiny model that an engine on a GPU has built, as planned for that GPU."""
+    import speculation
+
+    return {case: speculation.planned(case, (9, 0)) for case in speculation.CASES}
+
+
 def tensors() -> dict:
     """Where vLLM places each layer in a block, with split groups: (group, offset, bytes, stride) of each."""
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
@@ -168,6 +175,7 @@ if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         answers = {
             "caches": caches(),
+            "live": live(),
             "commands": commands(),
             "tensors": tensors(),
             "start": start(),

@@ -1,10 +1,12 @@
 """`glm-vllm plan`: the pool as vLLM 0.33.0 cuts it, and whether a node's memory holds."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 GIB = 1 << 30
+LIVE = json.loads((Path(__file__).parent / "live_h200.json").read_text())
 
 # An analysis with hand-written specs on the same planner, before any of this code: window 4096, budget 2048,
 # 2 sequences, 24 GiB a rank, contexts of 1M. name → MiB a block, blocks, contexts.
@@ -30,6 +32,12 @@ def test_the_block_is_the_platforms(found):
     """k=7 needs room for ten convolution states, k=2 for five; a bfloat16 state is half as large."""
     blocks = {name: found["caches"][name]["block"] for name in ANALYSED}
     assert blocks == {"no draft": 4608, "mtp": 4352, "dflash2": 4608, "bf16 state": 2560, "bf16 state, dflash2": 2560}
+
+
+@pytest.mark.parametrize("case", LIVE["cases"])
+def test_a_running_engine_has_the_cache_that_is_planned(found, case):
+    """What vLLM 0.33.0 built on an H200 for tests/gpu/speculation.py, group by group and to the block."""
+    assert found["live"][case] == LIVE["cases"][case]
 
 
 def test_every_layer_is_in_one_group(found):

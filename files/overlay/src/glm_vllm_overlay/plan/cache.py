@@ -2,7 +2,8 @@
 
 There is no formula here. Each attention layer of the model is an instance of vLLM's own layer class without weights,
 holding just what that class reads to describe its cache; `get_kv_cache_spec`, the platform's block size alignment and
-`kv_cache_planning` do the rest, as in an engine. For vLLM 0.33.0 on capability 12.x; other versions are refused.
+`kv_cache_planning` do the rest, as in an engine. For vLLM 0.33.0 on capability 12.x (or 9.0, with the backend that the
+tests on a GPU use, to hold a plan against a running engine); other versions are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from glm_vllm_overlay.hooks import compat
 from glm_vllm_overlay.hooks.plugin import install_builder
 from glm_vllm_overlay.node.errors import Unusable
-from glm_vllm_overlay.plan.platform import stand_in
+from glm_vllm_overlay.plan.platform import GB10, stand_in
 
 # Asynchronous scheduling starts a step before the one before it has ended.
 STEPS_IN_FLIGHT = 2
@@ -76,14 +77,20 @@ class Planner:
     """The cache of one model in one kind of engine, for any length and step.
 
     target, drafter: config.json as dictionaries, drafter None without one. mtp: the target's own last layer drafts.
+    capability: of the GPU that the engine runs on.
     Unusable when vLLM or the model is another one than these layers describe.
     """
 
     def __init__(
-        self, target: dict[str, Any], drafter: dict[str, Any] | None, engine: Engine, mtp: bool = False
+        self,
+        target: dict[str, Any],
+        drafter: dict[str, Any] | None,
+        engine: Engine,
+        mtp: bool = False,
+        capability: tuple[int, int] = GB10,
     ) -> None:
         compat.require("plan")
-        stand_in()
+        stand_in(capability)
         install_builder()
         self.engine = engine
         self.text = _text_config(target)
@@ -219,14 +226,17 @@ class Planner:
         import torch
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
         from vllm.models.glm5next.common import attention, model
+        from vllm.platforms import current_platform
         from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import FlashInferMLASparseSM120Backend
+        from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 
+        blackwell = current_platform.get_device_capability() >= (12, 0)
         text, cache = self.text, self.vllm_config.cache_config
         self._add(
             f"{name}.attn",
             MLAAttention,
             draft,
-            attn_backend=FlashInferMLASparseSM120Backend,
+            attn_backend=FlashInferMLASparseSM120Backend if blackwell else FlashMLASparseBackend,
             head_size=text.kv_lora_rank + text.qk_rope_head_dim,
             indexer=True,
             kv_cache_dtype=cache.cache_dtype,
