@@ -88,6 +88,15 @@ def test_every_missing_tensor_is_named(key: tuple[int, str, str]) -> None:
         fill(make_loader(shape()), tensors).finish()
 
 
+def test_of_many_missing_tensors_three_are_named() -> None:
+    with pytest.raises(CheckpointError, match=r"0 of 24 .*missing: [^,]+, [^,]+, [^,]+ …$"):
+        make_loader(shape()).finish()
+    loader, tensors = make_loader(shape()), checkpoint()
+    fill(loader, dict(list(tensors.items())[3:]))
+    with pytest.raises(CheckpointError, match=r"21 of 24 .*missing: [^,]+, [^,]+, [^,…]+$"):
+        loader.finish()
+
+
 def outputs(tensors: dict[tuple[int, str, str], torch.Tensor]) -> torch.Tensor:
     """What two ranks that hold expert 0 alone add up to for three tokens, without the clamp, which would hide much."""
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -147,6 +156,7 @@ def test_an_already_sharded_tensor_is_refused() -> None:
     [
         ("suh", torch.zeros(HIDDEN, dtype=torch.bfloat16), r"suh is bfloat16\[256\].*needs float16\[256\]"),
         ("suh", torch.full((HIDDEN,), float("nan")).half(), "not finite"),
+        ("svh", torch.full((WIDTH,), float("inf")).half(), "svh holds a value that is not finite"),
         ("svh", torch.zeros(HIDDEN).half(), r"svh is float16\[256\].*needs float16\[512\]"),
         ("mcg", torch.zeros(2, dtype=torch.int32), r"must be one int32, it is int32\[2\]"),
         ("mcg", torch.tensor(0.5), r"must be one int32, it is float32"),

@@ -20,13 +20,14 @@ from glm_vllm_overlay.exl3.checkpoint import unpack_experts  # noqa: E402
 from glm_vllm_overlay.exl3.loader import CheckpointError  # noqa: E402
 from glm_vllm_overlay.exl3.quantization import Exl3Config, Exl3MoEMethod  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 
 
 def test_the_ledger_does_not_travel_to_the_workers() -> None:
     stamp = {"quant_method": "exl3", "bits": 4.0, "codebook": "mcg", "tensor_storage": {"x": "y" * 10000}}
     config = Exl3Config.from_config(stamp)
-    assert (config.bits, config.codebook) == (4, "mcg")
+    assert (config.bits, config.codebook) == (4, "mcg") and type(config.bits) is int
     assert "tensor_storage" not in stamp and len(pickle.dumps(config)) < 1000
 
 
@@ -49,12 +50,19 @@ def test_linear_layers_stay_native_and_others_are_left_alone() -> None:
     assert config.get_quant_method(torch.nn.Module(), "lm_head") is None
 
 
-def test_experts_without_bits_or_codebook_are_refused() -> None:
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
+@pytest.mark.parametrize(("bits", "codebook"), [(None, None), (4, None), (None, "mcg")])
+def test_experts_without_bits_or_codebook_are_refused(bits: int | None, codebook: str | None) -> None:
     layer = RoutedExperts.__new__(RoutedExperts)
     with pytest.raises(CheckpointError, match="names no bits or no codebook"):
-        Exl3Config(None, None).get_quant_method(layer, "experts")
+        Exl3Config(bits, codebook).get_quant_method(layer, "experts")
+
+
+def test_experts_get_our_method_from_ampere_on() -> None:
+    layer = RoutedExperts.__new__(RoutedExperts)
+    layer.__dict__["moe_config"] = SimpleNamespace()
+    found = Exl3Config(4, "mcg").get_quant_method(layer, "experts")
+    assert isinstance(found, Exl3MoEMethod) and (found.bits, found.codebook) == (4, "mcg")
+    assert Exl3Config.get_min_capability() == 80
 
 
 UP = "model.language_model.layers.2.mlp.experts.3.up_proj"
@@ -224,6 +232,20 @@ def test_random_weights_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None
     target.process_weights_after_loading(layer)
     out = target.apply(layer, torch.randn(3, 256), torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int64))
     assert out.shape == (3, 256) and bool(torch.isfinite(out).all())
+
+
+@pytest.mark.parametrize(("told", "limit"), [(10.0, 10.0), (None, 0.0)])
+def test_the_backend_is_told_the_models_and_the_engines_settings(monkeypatch, told: float | None, limit: float) -> None:
+    layer, target, made = FakeLayer(), method(monkeypatch), []
+    layer.swiglu_limit, layer.top_k = told, 3
+    create(target, layer)
+    engine(monkeypatch, "dummy", exl3_backend="loop", exl3_check_overflow=True)
+    monkeypatch.setattr(quantization, "make_backend", lambda *arguments: made.append(arguments))
+    target.process_weights_after_loading(layer)
+    [(name, experts, *rest)] = made
+    assert (name, rest) == ("loop", [3, 64, True])
+    assert (experts.bits, experts.codebook, experts.limit) == (4, "mcg", limit)
+    assert experts.w2_svh.data_ptr() == layer.w2_svh.data_ptr()
 
 
 def test_expert_parallel_weighted_inputs_and_another_activation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
