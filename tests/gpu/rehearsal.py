@@ -2,7 +2,7 @@
 
     python rehearsal.py WORK OUT.json [--prefix-caching]      needs vLLM 0.33.0, the kernels ($GLM_EXL3_LIBRARY), a GPU
 
-Writes a tiny packed checkpoint of eight layers, empties caches below WORK, rehearses (four layers, random weights),
+Writes a tiny packed checkpoint of eight layers, empties caches below WORK, rehearses (random weights, few experts),
 starts the engine on the checkpoint in another process with CUDA graphs and prompts that the rehearsal did not have, and
 wants to see that nothing was compiled. Then the test of the test: one file of each compiler goes away and the gate's
 check has to name it, their entries go away and the next start has to compile them. About five minutes, unattended;
@@ -52,7 +52,7 @@ ALONE = [5, 111, 999, 2222]
 
 
 def checkpoint(folder: Path) -> None:
-    """serving.py's checkpoint, its layers twice: the rehearsal keeps the first four."""
+    """serving.py's checkpoint, its layers twice: in the rehearsal three of the second four have no experts."""
     serving.TEXT["num_hidden_layers"] *= 2
     for name in ("layer_types", "mlp_layer_types"):
         serving.TEXT[name] = serving.TEXT[name] + [serving.TEXT[name][1], *serving.TEXT[name][1:]]
@@ -194,6 +194,7 @@ def main() -> int:
         first = started("start")
         checks["the start answers"] = first.get("answers") == len(TOGETHER) + 3 + len(ALONE)
         checks["the start compiles nothing"] = first.get("new") == []
+        save()
 
         chosen = {kind: next((file for file in files if file.startswith(f"{kind}/")), "") for kind in KINDS.values()}
         checks["every compiler was met"] = all(chosen.values())

@@ -53,50 +53,27 @@ SERVED = {
 }
 
 
-def test_the_first_layers_that_are_of_every_kind() -> None:
-    """Three dense ones with linear attention, a sparse one with full, a sparse one with linear."""
-    assert rehearsal.depth(TEXT) == 5
-    assert rehearsal.depth(TEXT, least=6) == 6
-    assert rehearsal.depth(TEXT, least=99) == 45
-    assert rehearsal.depth({"layer_types": ["a", "b", "a"], "mlp_layer_types": ["x", "x", "y"]}) == 3
-
-
 def test_a_rank_s_share_of_what_is_divided_and_all_of_the_rest() -> None:
+    """Layers share the cache by how many there are of each kind: none may go. Experts: in five, and in the last."""
     found = rehearsal.target_config({"model_type": "glm5_next", "text_config": TEXT}, 2)
     text = found["text_config"]
     assert found["model_type"] == "glm5_next"
-    assert {name for name in TEXT if text[name] != TEXT[name]} == {
-        *rehearsal.TARGET_WIDTHS,
-        *("num_hidden_layers", "layer_types", "mlp_layer_types", "indexer_types"),
-    }
+    assert {name for name in TEXT if text[name] != TEXT[name]} == {*rehearsal.TARGET_WIDTHS, "mlp_layer_types"}
     assert [text[name] for name in rehearsal.TARGET_WIDTHS] == [32, 32, 32, 6144, 1024]
-    assert (text["num_hidden_layers"], text["first_k_dense_replace"]) == (5, 3)
-    assert (text["layer_types"], text["mlp_layer_types"]) == (TEXT["layer_types"][:5], ["dense"] * 3 + ["sparse"] * 2)
-    assert TEXT["num_hidden_layers"] == 45 and len(TEXT["layer_types"]) == 45
+    # Three dense ones with linear attention, a sparse one with full, a sparse one with linear.
+    assert text["mlp_layer_types"] == ["dense"] * 3 + ["sparse"] * 2 + ["dense"] * 39 + ["sparse"]
+    assert TEXT["mlp_layer_types"] == ["dense"] * 3 + ["sparse"] * 42
 
 
-def test_dense_layers_that_are_left_out_are_not_counted() -> None:
-    text = TEXT | {"layer_types": ["linear_attention"] * 45}
-    assert rehearsal.target_config({"text_config": text}, 1)["text_config"]["first_k_dense_replace"] == 3
-    text["mlp_layer_types"] = ["dense", "sparse"] * 22 + ["dense"]
-    assert rehearsal.target_config({"text_config": text}, 1)["text_config"]["first_k_dense_replace"] == 1
+def test_a_kind_that_comes_late_has_its_experts() -> None:
+    text = TEXT | {"layer_types": ["a", "b", "a", "a", "b", "a"], "mlp_layer_types": ["x", "x", "x", "y", "x", "x"]}
+    types = rehearsal.target_config({"text_config": text}, 1)["text_config"]["mlp_layer_types"]
+    assert types == ["x", "x", "x", "y", "dense", "x"]
 
 
 def test_a_width_that_does_not_divide() -> None:
     with pytest.raises(Refusal, match="says moe_intermediate_size 2048, which cannot be split over 3 ranks"):
         rehearsal.divide(TEXT, ["moe_intermediate_size"], 3)
-
-
-def test_a_drafter_is_fed_by_as_many_layers() -> None:
-    found, least = rehearsal.drafter_config(DRAFTER, 2)
-    assert least == 6
-    assert found == DRAFTER | {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "dflash_config": {"block_size": 8, "target_layer_ids": [0, 1, 2, 3, 4]},
-    }
-    assert DRAFTER["dflash_config"]["target_layer_ids"] == [1, 12, 23, 34, 43]
 
 
 def test_the_options_that_serve_but_what_is_the_pair_s() -> None:
@@ -106,7 +83,7 @@ def test_the_options_that_serve_but_what_is_the_pair_s() -> None:
         "additional-config": '{"exl3_backend": "fused"}',
         "gpu-memory-utilization": rehearsal.UTILISATION,
         "kv-cache-dtype": "fp8",
-        "kv-cache-memory-bytes": rehearsal.CACHE_BYTES,
+        "kv-cache-memory-bytes": 16972032000,
         "load-format": "dummy",
         "max-num-batched-tokens": 4640,
         "tensor-parallel-size": 1,
@@ -157,8 +134,12 @@ def test_what_stands_in_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.
     assert (model / "tokenizer.json").read_text() == "{}"
     config = json.loads((model / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "exl3", "bits": 4, "codebook": "mcg"}
-    assert config["text_config"]["num_hidden_layers"] == 6
-    assert json.loads((drafter / "config.json").read_text())["num_attention_heads"] == 16
+    assert config["text_config"]["num_attention_heads"] == 32
+    assert json.loads((drafter / "config.json").read_text()) == DRAFTER | {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+    }
     assert rehearsal.write_models(SERVED | {"model": "m"}, None, tmp_path / "other")[1] is None
 
 

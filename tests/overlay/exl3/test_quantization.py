@@ -200,6 +200,7 @@ def test_loader_takes_vllms_call_and_never_says_skip(monkeypatch: pytest.MonkeyP
     arguments = {"expert_id": 1, "shard_id": "w3", "return_success": True}
     assert layer.w13_svh.weight_loader(layer.w13_svh, svh, "experts.routed_experts.w13_svh", **arguments) is True
     assert torch.equal(layer.w13_svh[1, 1], svh[128:])
+    assert layer.w13_svh.weight_loader(layer.w13_svh, svh, "w13_svh", expert_id=0, shard_id="w3") is None
     with pytest.raises(CheckpointError, match="appears twice"):
         layer.w13_svh.weight_loader(layer.w13_svh, svh, "experts.routed_experts.w13_svh", **arguments)
 

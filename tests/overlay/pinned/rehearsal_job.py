@@ -37,7 +37,7 @@ def main() -> None:
         found = rehearsal.engine_arguments(rehearsal.options(served, model), speculator, small, text)
         answers[speculator] = {name: getattr(found, name) for name in FACTS} | {
             "model": found.model == str(model),
-            "layers": json.loads((model / "config.json").read_text())["text_config"]["num_hidden_layers"],
+            "sparse": json.loads((model / "config.json").read_text())["text_config"]["mlp_layer_types"].count("sparse"),
         }
     print(json.dumps(answers), file=sys.__stdout__)
 

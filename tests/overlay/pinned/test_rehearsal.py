@@ -29,7 +29,7 @@ def test_its_options_are_the_served_ones_but_what_is_the_pairs(models, tmp_path:
         "load_format": "dummy",
         "tensor_parallel_size": 1,
         "distributed_executor_backend": None,
-        "kv_cache_memory_bytes": 8 << 30,
+        "kv_cache_memory_bytes": 16972032000,
         "max_model_len": 1000000,
         "max_num_batched_tokens": 4640,
         "max_num_seqs": 4,
@@ -38,7 +38,7 @@ def test_its_options_are_the_served_ones_but_what_is_the_pairs(models, tmp_path:
         "model": True,
     }
     assert all(common.items() <= answer.items() for answer in found.values())
-    assert [answer["layers"] for answer in found.values()] == [5, 5, 5]
+    assert [answer["sparse"] for answer in found.values()] == [3, 3, 3]
     assert [answer["cudagraph_capture_sizes"] for answer in found.values()] == [
         None,
         [1, 2, 3, 4, 6, 8, 9, 12],

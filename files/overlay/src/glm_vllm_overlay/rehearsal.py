@@ -1,8 +1,8 @@
 """`glm-vllm build --rehearsal SERVE_YAML`: what the engine compiles by itself, compiled before there are weights.
 
 DeepGEMM, TileLang and Triton compile a kernel when a shape first meets it, so only a running engine knows what it
-needs. This runs one: the deployment's own options, random weights, the first few layers of the model and a rank's share
-of every width, which is what one GPU holds at any tensor-parallel size. It is asked for all that serving may ask of it.
+needs. This runs one: the deployment's own options, random weights, experts in the first few layers only and a rank's
+share of every width, which is what one GPU holds at any tensor-parallel size. It is asked for all that serving may ask.
 What was compiled lies where the real start looks for it; a list of it, last of all, is what the gate wants to see, and
 an archive of it is what the other node gets.
 """
@@ -44,24 +44,13 @@ OF_THE_PAIR = (
     "model-loader-extra-config",
     "chat-template",
 )
-# A cache for one context of a million tokens in the few layers that are left takes 2 GiB.
-CACHE_BYTES = 8 << 30
+# vLLM's check at a start; the KV cache has its own size, the served one.
 UTILISATION = 0.5
 # Tokens of ordinary text: above those that a small vocabulary begins with, below those that a large one ends with.
 FIRST_TOKEN, TOKENS = 20, 900
 # Beyond the indexer's choice of 2048 keys, and beyond 8192 pools of four, where another kernel chooses.
 LONG = (2304, 40000, 131072)
 ARCHIVE = "rehearsal.tar"
-
-
-def depth(text: dict[str, Any], least: int = 0) -> int:
-    """How many of the first layers have every kind of layer in them, and at least `least`.
-
-    text: the model's text configuration, with `layer_types` and `mlp_layer_types` a layer.
-    """
-    kinds = list(zip(text["layer_types"], text["mlp_layer_types"], strict=False))
-    whole = max(kinds.index(kind) + 1 for kind in set(kinds))
-    return min(len(kinds), max(whole, least))
 
 
 def divide(config: dict[str, Any], names: Iterable[str], ranks: int) -> dict[str, Any]:
@@ -76,43 +65,33 @@ def divide(config: dict[str, Any], names: Iterable[str], ranks: int) -> dict[str
     return shared
 
 
-def target_config(config: dict[str, Any], ranks: int, least: int = 0) -> dict[str, Any]:
-    """The model's config.json with its first layers only (at least `least`), as wide as one rank of `ranks`."""
+def target_config(config: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The model's config.json as wide as one rank of `ranks`, with experts in few layers and all layers in place.
+
+    Experts are what a model weighs. But how the layers share the KV cache is written into kernels, as strides, so none
+    of them may go: behind the first layers, in which every kind of layer is, they get the dense MLP instead. The last
+    one keeps its own, since the MTP layer is made like it.
+    """
     text = divide(config["text_config"], TARGET_WIDTHS, ranks)
-    layers = depth(text, least)
-    text = {
-        name: value[:layers] if isinstance(value, list) and len(value) == text["num_hidden_layers"] else value
-        for name, value in text.items()
-    }
-    text["num_hidden_layers"] = layers
-    if "first_k_dense_replace" in text:
-        text["first_k_dense_replace"] = text["mlp_layer_types"].count("dense")
-    return {**config, "text_config": text}
+    types = list(text["mlp_layer_types"])
+    kinds = list(zip(text["layer_types"], types, strict=False))
+    whole = max(kinds.index(kind) + 1 for kind in set(kinds))
+    for number in range(whole, len(types) - 1):
+        types[number] = "dense"
+    return {**config, "text_config": text | {"mlp_layer_types": types}}
 
 
-def drafter_config(config: dict[str, Any], ranks: int) -> tuple[dict[str, Any], int]:
-    """A DFlash2 drafter's config.json as wide as one rank, and how many layers the target needs to feed it."""
-    shared = divide(config, DRAFTER_WIDTHS, ranks)
-    own = dict(shared.get("dflash_config") or {})
-    sources = len(own.get("target_layer_ids") or ())
-    if sources:
-        own["target_layer_ids"] = list(range(sources))
-        shared["dflash_config"] = own
-    return shared, sources + 1 if sources else 0
-
-
-def options(served: dict[str, Any], model: Path, cache_bytes: int = CACHE_BYTES) -> dict[str, Any]:
+def options(served: dict[str, Any], model: Path) -> dict[str, Any]:
     """serve.yaml's options as the rehearsal's: the same but for what belongs to the pair and to the weights."""
     kept = {key: value for key, value in served.items() if key not in OF_THE_PAIR}
     extra = _object(kept.get("additional-config"))
-    extra.pop("ablation", None)  # of layers that are not there
+    extra.pop("ablation", None)  # a matter of weights
     if extra:
         kept["additional-config"] = json.dumps(extra)
     return kept | {
         "model": str(model),
         "load-format": "dummy",
         "tensor-parallel-size": 1,
-        "kv-cache-memory-bytes": cache_bytes,
         "gpu-memory-utilization": UTILISATION,
     }
 
@@ -191,12 +170,11 @@ def play(llm: Any) -> int:
 def write_models(served: dict[str, Any], drafter: Path | None, work: Path) -> tuple[Path, Path | None]:
     """Folders in `work` that stand for model and drafter: configuration, and all of the real ones but weights."""
     ranks = int(served.get("tensor-parallel-size") or 1)
-    least, small = 0, None
+    small = None
     if drafter is not None:
-        config, least = drafter_config(_config(drafter), ranks)
-        small = _stand_in(drafter, config, work / "drafter")
+        small = _stand_in(drafter, divide(_config(drafter), DRAFTER_WIDTHS, ranks), work / "drafter")
     real = Path(str(served["model"]))
-    return _stand_in(real, target_config(_stamped(real), ranks, least), work / "model"), small
+    return _stand_in(real, target_config(_stamped(real), ranks), work / "model"), small
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -301,9 +279,7 @@ def engine_arguments(wanted: dict[str, Any], speculator: str, drafter: Path | No
     return EngineArgs.from_cli_args(parsed)
 
 
-def rehearse(
-    config: Path, speculator: str, drafter: Path | None, nvcc: Path, jobs: int, cache_bytes: int = CACHE_BYTES
-) -> dict[str, Any]:
+def rehearse(config: Path, speculator: str, drafter: Path | None, nvcc: Path, jobs: int) -> dict[str, Any]:
     """Run the engine that `config` (a serve.yaml) describes, without its weights; the list of what that compiled.
 
     Refusal with the engine's own last words when it does not start or does not answer.
@@ -320,7 +296,7 @@ def rehearse(
     before = release.machine_code({release.FLASHINFER: os.environ.get(release.FLASHINFER, "")})
     with tempfile.TemporaryDirectory(prefix="glm-rehearsal-") as work, contextlib.redirect_stdout(sys.stderr):
         model, small = write_models(served, drafter if speculator == "dflash2" else None, Path(work))
-        wanted = options(served, model, cache_bytes)
+        wanted = options(served, model)
         try:
             from vllm import LLM
 
