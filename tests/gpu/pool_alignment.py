@@ -6,7 +6,7 @@ Two prompts are prefilled together, so that the second one's first chunk ends at
 tokens; then the second alone, in one chunk. The keys that the indexer has stored for it are compared pool by pool: two
 correct keys differ by rounding, a key that lacks a token or has another prompt's is another vector. The same again with
 our scheduler. OUT.json: for each scheduler and remainder the cosine of the pool at the chunk's end and the least of all
-others, and the verdict. Exit 0 when it could be told, whatever it is. Not run on any GPU yet.
+others, and the verdict. Exit 0 when it could be told, whatever it is.
 """
 
 from __future__ import annotations
@@ -97,13 +97,15 @@ def compare(folder: Path, scheduler: str, engine: dict[str, Any]) -> dict[str, A
         chunk = FIRST_CHUNK + remainder
         first = prompt(STEP - chunk, 1)
         calls = [call for call in prefill(first, second) if call]
-        # The first prompt's pools come first in the first step; the second's are the rest of it and of later steps.
-        together = calls[0][len(first) // POOL :] + [slot for call in calls[1:] for slot in call]
-        if len(together) != SECOND // POOL:
-            found[remainder] = {"chunk": chunk, "problem": f"{len(together)} pools were inserted, not {SECOND // POOL}"}
+        # The first step has both prompts' pools, in an order that is the engine's; later ones have the second's only.
+        theirs, later = len(first) // POOL, [slot for call in calls[1:] for slot in call]
+        orders = calls[0][theirs:] + later, calls[0][: len(calls[0]) - theirs] + later
+        if len(orders[0]) != SECOND // POOL:
+            problem = f"{len(orders[0])} pools were inserted, not {SECOND // POOL}"
+            found[remainder] = {"chunk": chunk, "problem": problem}
             continue
-        keys = read_keys(recorder.cache, together)
-        cosines = torch.nn.functional.cosine_similarity(keys, alone).tolist()
+        likeness = [torch.nn.functional.cosine_similarity(read_keys(recorder.cache, slots), alone) for slots in orders]
+        cosines = max(likeness, key=torch.mean).tolist()
         boundary = chunk // POOL
         others = [value for number, value in enumerate(cosines) if number != boundary]
         found[remainder] = {"chunk": chunk, "boundary": cosines[boundary], "least of others": min(others)}

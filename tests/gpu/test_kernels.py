@@ -136,19 +136,17 @@ def test_shared_and_separate_input_scales(layer: Layer, tokens: int) -> None:
     assert torch.equal(separate.apply(x, weights, ids + 1), layer.fused.apply(x, weights, ids + 1))
 
 
-@pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.parametrize("tokens", [1, 9, 32, 333, 1300])
-def test_grouped_kernel_agrees_with_both_widths_of_a_block(layer: Layer, tokens: int, columns: int) -> None:
+def test_grouped_kernel_agrees_below_its_range_too(layer: Layer, tokens: int) -> None:
     x = torch.randn(tokens, H, device="cuda").half()
     ids, weights = make_routing(tokens, E, K, "cuda")
     out = torch.full((tokens, H), float("nan"), device="cuda")
-    layer.fused._grouped(x, weights.half(), ids, out, columns)
+    layer.fused._grouped(x, weights.half(), ids, out)
     assert worst(out, layer.reference(x, weights.half(), ids)) < TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [500, 4000])
 def test_grouped_kernel_repeats_itself_bit_by_bit(layer: Layer, tokens: int) -> None:
-    assert layer.fused._columns(tokens * K) == (128 if tokens == 500 else 256)
     x = torch.randn(tokens, H, device="cuda").half()
     ids, weights = make_routing(tokens, E, K, "cuda")
     first, second = (layer.fused.apply(x, weights, ids) for _ in range(2))

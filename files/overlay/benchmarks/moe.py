@@ -2,11 +2,11 @@
 
     python moe.py --out table.json        needs a CUDA device and the built kernels ($GLM_EXL3_LIBRARY)
 
-Side by side for every number of tokens T: exllamav3's cooperative kernel and our grouped one with both widths of its
-blocks (what the `fused` backend chooses from), exllamav3's kernel for many rows, the `loop` backend, a loop over
-exllamav3's GEMM (with `--exllamav3`: it is compiled then), and vLLM's BF16 Triton MoE on decoded weights where vLLM can
-be imported. Routing is distinct for every launch, so that no cache holds the weights. The cooperative kernel is timed
-in a CUDA graph, and with it the shipped path up to 32 tokens.
+Side by side for every number of tokens T: exllamav3's cooperative kernel and our grouped one (what the `fused` backend
+chooses from), exllamav3's kernel for many rows, the `loop` backend, a loop over exllamav3's GEMM (with `--exllamav3`: it
+is compiled then), and vLLM's BF16 Triton MoE on decoded weights where vLLM can be imported. Routing is distinct for
+every launch, so that no cache holds the weights. The cooperative kernel is timed in a CUDA graph, and with it the
+shipped path up to 32 tokens.
 """
 
 from __future__ import annotations
@@ -212,10 +212,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         times["rows"] = seconds(lambda i: rows_kernel(*halves[i % launches]), launches)
         out = torch.empty(tokens, args.hidden, device="cuda")
         if tokens <= GROUP_TOKENS:
-            for columns in (128, 256):
-                times[f"grouped_{columns}"] = seconds(
-                    lambda i: fused._grouped(*halves[i % launches], out, columns), launches
-                )
+            times["grouped"] = seconds(lambda i: fused._grouped(*halves[i % launches], out), launches)
         if tokens in (8, 1024):
             times["loop"] = seconds(routed(loop.apply), 3, warm=1)
         if gemm is not None:
@@ -269,15 +266,15 @@ def table(report: dict[str, Any]) -> str:
         return "–" if value is None else f"{value * 1e6:.0f}"
 
     lines = [
-        "| T | active experts | shipped | coop | grouped 128 | grouped 256 | rows | GEMM loop | loop | BF16 Triton"
+        "| T | active experts | shipped | coop | grouped | rows | GEMM loop | loop | BF16 Triton"
         " | bytes / ceiling | SM cycles a tile | GB10, predicted |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         t = row["seconds"]
         lines.append(
             f"| {row['tokens']} | {row['active_experts']:.1f} | {us(t['shipped'])} | {us(t['coop'])}"
-            f" | {us(t.get('grouped_128'))} | {us(t.get('grouped_256'))} | {us(t['rows'])} | {us(t.get('gemm_loop'))}"
+            f" | {us(t.get('grouped'))} | {us(t['rows'])} | {us(t.get('gemm_loop'))}"
             f" | {us(t.get('loop'))} | {us(t['triton_bf16'])}"
             f" | {row['bytes_over_ceiling']:.2f} | {row['sm_cycles_per_tile']:.0f}"
             f" | {us(row['gb10_seconds'])} ({row['gb10_bound']}) |"

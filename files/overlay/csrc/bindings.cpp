@@ -76,7 +76,7 @@ TORCH_LIBRARY(glm_exl3, m)
     m.def("moe_rows(Tensor x, Tensor counts, Tensor tokens, Tensor weights, Tensor tables, int bits, float limit, "
           "Tensor(a!) state, Tensor(b!) mid, Tensor(c!) out) -> ()");
     m.def("moe_grouped(Tensor x, Tensor experts, Tensor tokens, Tensor slots, Tensor weights, Tensor tiles, Tensor tables, "
-          "float limit, int columns, Tensor(a!) rotated, Tensor(b!) mid, Tensor(c!) out) -> ()");
+          "float limit, Tensor(a!) rotated, Tensor(b!) mid, Tensor(c!) out) -> ()");
     m.def("decode(Tensor trellis, int bits) -> Tensor");
     m.def("concurrency(int device) -> int", &concurrency);
 }

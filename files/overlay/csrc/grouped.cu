@@ -20,10 +20,10 @@
 namespace {
 
 constexpr int kRows = 128;    // rows of a block
-constexpr int kWarps = 8;     // of a block, side by side: each has its own columns
+constexpr int kColumns = 128; // columns of a block, 16 a warp
 constexpr int kDepth = 64;    // k of one stage in shared memory
 constexpr int kStages = 3;
-constexpr int kThreads = 32 * kWarps;
+constexpr int kThreads = 256;
 constexpr int kStageHalfs = kRows * kDepth;
 constexpr float kNorm = 0.08838834764831845f;  // 1 / sqrt(128)
 
@@ -177,9 +177,9 @@ __device__ __forceinline__ void load_matrix(uint32_t (&a)[4], const half* tile, 
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address));
 }
 
-// A block of 16 M rows and 16 Tiles columns a warp. M is a constant so that nothing in the loops branches: decoding,
-// loads and products of neighbouring steps then overlap, which matters more than the few rows computed in vain.
-template <int M, int Tiles>
+// A block of 16 M rows and 16 columns a warp. M is a constant so that nothing in the loops branches: decoding, loads
+// and products of neighbouring steps then overlap, which matters more than the few rows computed in vain.
+template <int M>
 __device__ __forceinline__ void gemm_block(const Operand& op, half* stages, int64_t row0, int rows, const uint32_t* words,
                                            int column_tile, int k, int n)
 {
@@ -201,33 +201,27 @@ __device__ __forceinline__ void gemm_block(const Operand& op, half* stages, int6
         }
         asm volatile("cp.async.commit_group;");
     };
-    uint32_t next[kDepth / 16][Tiles];
+    uint32_t next[kDepth / 16];
     auto load_words = [&]()
     {
         #pragma unroll
-        for (int i = 0; i < kDepth / 16; ++i)
-            #pragma unroll
-            for (int t = 0; t < Tiles; ++t) next[i][t] = __ldcs(words + i * word_step + t * 32);
+        for (int i = 0; i < kDepth / 16; ++i) next[i] = __ldcs(words + i * word_step);
         words += kDepth / 16 * word_step;
     };
 
-    float sums[M][2 * Tiles][4] = {};
+    float sums[M][2][4] = {};
     const int depth = k / kDepth;
     load_stage(0);
     load_stage(1);
     load_words();
     for (int stage = 0; stage < depth; ++stage)
     {
-        uint32_t current[kDepth / 16][Tiles], before[kDepth / 16][Tiles];
+        uint32_t current[kDepth / 16], before[kDepth / 16];
         #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i)
         {
-            #pragma unroll
-            for (int t = 0; t < Tiles; ++t)
-            {
-                current[i][t] = next[i][t];
-                before[i][t] = __shfl_sync(0xffffffffu, current[i][t], (lane + 31) & 31);
-            }
+            current[i] = next[i];
+            before[i] = __shfl_sync(0xffffffffu, current[i], (lane + 31) & 31);
         }
         asm volatile("cp.async.wait_group 1;");
         __syncthreads();
@@ -237,23 +231,17 @@ __device__ __forceinline__ void gemm_block(const Operand& op, half* stages, int6
         #pragma unroll
         for (int i = 0; i < kDepth / 16; ++i)
         {
-            uint32_t b[Tiles][4];
+            uint32_t b[4];
             #pragma unroll
-            for (int t = 0; t < Tiles; ++t)
-                #pragma unroll
-                for (int pair = 0; pair < 4; ++pair) b[t][pair] = decode_pair(before[i][t], current[i][t], 2 * pair);
+            for (int pair = 0; pair < 4; ++pair) b[pair] = decode_pair(before[i], current[i], 2 * pair);
             uint32_t a[2][4];
             load_matrix(a[0], tile, lane & 15, i * 2 + (lane >> 4));
             #pragma unroll
             for (int m = 0; m < M; ++m)
             {
                 if (m + 1 < M) load_matrix(a[(m + 1) & 1], tile, (m + 1) * 16 + (lane & 15), i * 2 + (lane >> 4));
-                #pragma unroll
-                for (int t = 0; t < Tiles; ++t)
-                {
-                    mma(sums[m][2 * t], a[m & 1], b[t][0], b[t][1]);
-                    mma(sums[m][2 * t + 1], a[m & 1], b[t][2], b[t][3]);
-                }
+                mma(sums[m][0], a[m & 1], b[0], b[1]);
+                mma(sums[m][1], a[m & 1], b[2], b[3]);
             }
         }
     }
@@ -261,7 +249,7 @@ __device__ __forceinline__ void gemm_block(const Operand& op, half* stages, int6
     for (int m = 0; m < M; ++m)
     {
         #pragma unroll
-        for (int part = 0; part < 4 * Tiles; ++part)
+        for (int part = 0; part < 4; ++part)
         {
             const int row = m * 16 + lane / 4 + 8 * (part & 1), column = column_tile * 16 + 8 * (part >> 1) + 2 * (lane & 3);
             const float* c = sums[m][part >> 1] + 2 * (part & 1);
@@ -270,10 +258,8 @@ __device__ __forceinline__ void gemm_block(const Operand& op, half* stages, int6
     }
 }
 
-// Grid: (n / columns of a block, row tiles, operands). tiles [3, gridDim.y]: expert, first slot, rows (0 = no such tile).
-// Tiles: 16-column tiles a warp. Two halve what a block reads again and take the registers of a second block.
-template <int Tiles>
-__global__ __launch_bounds__(kThreads, Tiles == 1 ? 2 : 1)
+// Grid: (n / 128, row tiles, operands). tiles [3, gridDim.y]: expert, first slot, number of rows (0 = no such tile).
+__global__ __launch_bounds__(kThreads, 2)
 void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k, int n)
 {
     extern __shared__ half stages[];
@@ -281,15 +267,15 @@ void grouped_gemm_kernel(Operand first, Operand second, const int* tiles, int k,
     if (rows == 0) return;
     const Operand op = blockIdx.z ? second : first;
     const int64_t row0 = tiles[gridDim.y + blockIdx.y];
-    const int column_tile = (blockIdx.x * kWarps + threadIdx.x / 32) * Tiles;
+    const int column_tile = blockIdx.x * (kColumns / 16) + threadIdx.x / 32;
     const uint32_t* words = reinterpret_cast<const uint32_t*>(op.trellis[tiles[blockIdx.y]]) + column_tile * 32
                             + (threadIdx.x & 31);
     switch ((rows + 31) / 32)
     {
-        case 1: gemm_block<2, Tiles>(op, stages, row0, rows, words, column_tile, k, n); break;
-        case 2: gemm_block<4, Tiles>(op, stages, row0, rows, words, column_tile, k, n); break;
-        case 3: gemm_block<6, Tiles>(op, stages, row0, rows, words, column_tile, k, n); break;
-        default: gemm_block<8, Tiles>(op, stages, row0, rows, words, column_tile, k, n);
+        case 1: gemm_block<2>(op, stages, row0, rows, words, column_tile, k, n); break;
+        case 2: gemm_block<4>(op, stages, row0, rows, words, column_tile, k, n); break;
+        case 3: gemm_block<6>(op, stages, row0, rows, words, column_tile, k, n); break;
+        default: gemm_block<8>(op, stages, row0, rows, words, column_tile, k, n);
     }
 }
 
@@ -299,7 +285,7 @@ half* halfs(const at::Tensor& t) { return reinterpret_cast<half*>(t.data_ptr<at:
 }  // namespace
 
 void moe_grouped(const at::Tensor& x, const at::Tensor& experts, const at::Tensor& tokens, const at::Tensor& slots,
-                 const at::Tensor& weights, const at::Tensor& tiles, const at::Tensor& tables, double limit, int64_t columns,
+                 const at::Tensor& weights, const at::Tensor& tiles, const at::Tensor& tables, double limit,
                  at::Tensor rotated, at::Tensor mid, at::Tensor out)
 {
     const at::cuda::OptionalCUDAGuard guard(x.device());
@@ -310,9 +296,7 @@ void moe_grouped(const at::Tensor& x, const at::Tensor& experts, const at::Tenso
     TORCH_CHECK(rotated.size(0) == 1 || rotated.size(0) == 2, "glm_exl3: rotated holds one or two planes");
     TORCH_CHECK(rotated.size(1) >= count && mid.size(1) >= count && rotated.size(2) == hidden,
                 "glm_exl3: scratch for ", mid.size(1), " slots cannot hold ", count);
-    TORCH_CHECK(columns == 128 || columns == 256, "glm_exl3: a block has 128 or 256 columns, not ", columns);
-    TORCH_CHECK(hidden % columns == 0 && width % columns == 0,
-                "glm_exl3: hidden size and width must be multiples of a block's ", columns, " columns");
+    TORCH_CHECK(hidden % 128 == 0 && width % 128 == 0, "glm_exl3: hidden size and width must be multiples of 128");
     for (const at::Tensor& t : {x, experts, tokens, slots, weights, tiles, rotated, mid, out})
         TORCH_CHECK(t.is_cuda() && t.is_contiguous(), "glm_exl3: every tensor must be contiguous on the device");
 
@@ -325,9 +309,8 @@ void moe_grouped(const at::Tensor& x, const at::Tensor& experts, const at::Tenso
     const int shared = kStages * kStageHalfs * sizeof(half);
     const auto gemm = [&](const Operand& first, const Operand& second, int operands, int k, int n)
     {
-        const dim3 grid(n / columns, tiles.size(1), operands);
-        const auto kernel = columns == 128 ? grouped_gemm_kernel<1> : grouped_gemm_kernel<2>;
-        kernel<<<grid, kThreads, shared, stream>>>(first, second, tiles.data_ptr<int>(), k, n);
+        const dim3 grid(n / kColumns, tiles.size(1), operands);
+        grouped_gemm_kernel<<<grid, kThreads, shared, stream>>>(first, second, tiles.data_ptr<int>(), k, n);
     };
 
     const int64_t wide = count * (hidden / 128), narrow = count * (width / 128);

@@ -22,7 +22,6 @@ BACKENDS = ("fused", "loop", "reference")
 COOP_SLOTS = 256  # what the cooperative kernel's run table holds
 GROUP_TOKENS = 4096  # most tokens a launch of the grouped kernel: what its scratch holds
 TILE_ROWS = 128  # rows for which the grouped kernel decodes a tile once
-WIDE_ROWS = 64  # rows an expert, on average, from which a block of 256 columns is faster than one of 128
 
 
 class BackendError(RuntimeError):
@@ -235,21 +234,14 @@ class FusedBackend:
         )  # fmt: skip
         return s.out[: x.shape[0]]
 
-    def _columns(self, slots: int) -> int:
-        """Columns of a block of the grouped kernel for so many slots."""
-        fits = self.experts.hidden % 256 == 0 and self.experts.width % 256 == 0
-        return 256 if fits and slots >= WIDE_ROWS * self.tables.shape[1] else 128
-
-    def _grouped(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, columns: int = 0
-    ) -> None:
+    def _grouped(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
         experts, order = ids.flatten().sort(stable=True)
         slots = torch.empty_like(order)
         slots[order] = torch.arange(order.numel(), device=x.device)
         tiles = row_tiles(experts, self.tables.shape[1])
         torch.ops.glm_exl3.moe_grouped(
             x, experts, order // ids.shape[1], slots.view_as(ids), weights, tiles, self.tables, self.experts.limit,
-            columns or self._columns(order.numel()), self.scratch.wide, self.scratch.mid, out,
+            self.scratch.wide, self.scratch.mid, out,
         )  # fmt: skip
 
     def _find_overflow(self, x: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
