@@ -3,8 +3,8 @@
     python moe.py --out table.json        needs a CUDA device and the built kernels ($GLM_EXL3_LIBRARY)
 
 Side by side for every number of tokens T: exllamav3's cooperative kernel and our grouped one (what the `fused` backend
-chooses from), exllamav3's kernel for many rows, the `loop` backend, a loop over exllamav3's GEMM (with `--exllamav3`: it
-is compiled then), and vLLM's BF16 Triton MoE on decoded weights where vLLM can be imported. Routing is distinct for
+chooses from), exllamav3's kernel for many rows, the `loop` backend, a loop over exllamav3's GEMM (with `--exllamav3`,
+then it is compiled), and vLLM's BF16 Triton MoE on decoded weights where vLLM can be imported. Routing is distinct for
 every launch, so that no cache holds the weights. The cooperative kernel is timed in a CUDA graph, and with it the
 shipped path up to 32 tokens.
 """
