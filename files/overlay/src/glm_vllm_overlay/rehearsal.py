@@ -20,10 +20,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from glm_vllm_overlay.node import release
-from glm_vllm_overlay.node.check_config import build_parsers, find_cli, parse, read_config
+from glm_vllm_overlay.inspect import read_checkpoint
+from glm_vllm_overlay.node import release, serve
+from glm_vllm_overlay.node.check_config import ParserRefuses, build_parsers, find_cli, parse, read_config
 from glm_vllm_overlay.node.errors import Refusal, Unusable
 from glm_vllm_overlay.node.files import write_atomically
+from glm_vllm_overlay.node.settings import Settings
 
 # Widths that tensor parallelism divides, by whose configuration names them. The vocabulary is left whole: its
 # multiplication compiles nothing, and the sampler sees all of it on every rank.
@@ -186,8 +188,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _stamped(folder: Path) -> dict[str, Any]:
     """A model's configuration with bits and codebook as its tensors have them, for there will be no tensors."""
-    from glm_vllm_overlay.inspect import read_checkpoint
-
     checkpoint, config = read_checkpoint(folder), _config(folder)
     if checkpoint.expert_layers:
         found = {"quant_method": "exl3", "bits": checkpoint.bits, "codebook": checkpoint.codebook}
@@ -256,18 +256,12 @@ def write_list(folder: Path, key: str, nvcc: Path, arch: str) -> dict[str, Any]:
 
 def speculation(speculator: str, drafter: Path | None) -> list[str]:
     """vLLM's option for the speculator, on one GPU."""
-    from glm_vllm_overlay.node import serve
-    from glm_vllm_overlay.node.settings import Settings
-
     deployment = {"drafter": None if drafter is None else {"path": str(drafter)}}
     return serve.speculation(Settings(UTILISATION, speculator), deployment, 1)
 
 
 def engine_arguments(wanted: dict[str, Any], speculator: str, drafter: Path | None, text: str) -> Any:
     """vLLM's EngineArgs for these options, by the parser of `vllm serve`; Unusable with its own words."""
-    from glm_vllm_overlay.node import serve
-    from glm_vllm_overlay.node.check_config import ParserRefuses
-
     whole, _ = build_parsers(find_cli())
     more = [*speculation(speculator, drafter), *serve.capture_sizes(speculator, text)]
     try:
