@@ -23,6 +23,8 @@ SCENARIO = $(patsubst glm-vllm-overlay,pair,$(ROLE))
 CABLE_BED := TWIN_PREFIX=cable TWIN_STATE=/var/tmp/glm-cable TWIN_NET=10.79.0
 # The bed of tests/weights: no engine, and files of some size
 WEIGHTS_BED := TWIN_PREFIX=weights TWIN_STATE=/var/tmp/glm-weights TWIN_NET=10.94.0
+# The bed of tests/bundle, whose nodes have nothing but the bundle
+BUNDLE_BED := TWIN_PREFIX=bundle TWIN_STATE=/var/tmp/glm-bundle TWIN_NET=10.95.0
 have = $(wildcard $(1))
 
 .PHONY: help
@@ -31,7 +33,7 @@ help: ## this list
 
 # ---- everything below needs root ------------------------------------------------------------------------------------
 ifneq ($(shell id -u),0)
-AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-network test-weights test-pair test-full molecule clean distclean
+AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-network test-weights test-bundle test-pair test-full molecule clean distclean
 .PHONY: $(AS_ROOT)
 $(AS_ROOT):
 	@command -v sudo >/dev/null || { echo "make $@ needs root (it makes namespaces and mounts) and there is no sudo here: run it as root."; exit 1; }
@@ -113,6 +115,11 @@ test-weights: setup ## power cuts and speed of the weights' way, on bare nodes
 	@echo "== tests/weights"
 	@$(WEIGHTS_BED) $(PYTEST) tests/weights -m "$(or $(MARK),full)"
 
+.PHONY: test-bundle
+test-bundle: setup ## the twin installed from a bundle alone, on nodes without a way out
+	@echo "== tests/bundle"
+	@$(BUNDLE_BED) $(PYTEST) tests/bundle -m full
+
 .PHONY: test-pair
 test-pair: setup ## the whole site on the twin, converged once
 	@echo "== tests/pair"
@@ -124,6 +131,7 @@ test-full: ## test, with both executors and every scenario
 	@$(MAKE) test-unit test-overlay MARK='full or not full'
 	@$(MAKE) test-roles
 	@$(MAKE) test-network test-weights MARK='full or not full'
+	@$(MAKE) test-bundle
 	@echo "== tests/pair"
 	@$(BED) own 'make test-full' $(MAKE) run-pair MARK='full or not full' THEN='molecule test --scenario-name pair </dev/null'
 
@@ -137,11 +145,12 @@ clean: ## the twin's machines; the caches stay
 	@$(BED) clean
 	@$(CABLE_BED) $(BED) clean
 	@$(WEIGHTS_BED) $(BED) clean
+	@$(BUNDLE_BED) $(BED) clean
 	@for role in $(SCENARIOS); do TWIN_PREFIX=$$role TWIN_STATE=/var/tmp/glm-molecule/$$role $(BED) clean; done
 
 .PHONY: distclean
 distclean: clean ## the caches and environments too
-	@rm -rf "$(TWIN_STATE)" "$(TWIN_CACHE)" /var/tmp/glm-molecule /var/tmp/glm-cable /var/tmp/glm-weights .venv .venv-engine .cache
+	@rm -rf "$(TWIN_STATE)" "$(TWIN_CACHE)" /var/tmp/glm-molecule /var/tmp/glm-cable /var/tmp/glm-weights /var/tmp/glm-bundle .venv .venv-engine .cache
 	@echo "The Debian packages that setup installed stay: $$(sed -nE 's/^(PACKAGES|CHECKERS)=\(([^)]*)\).*/\2/p' twin/setup.sh | xargs)"
 
 endif

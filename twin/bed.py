@@ -18,6 +18,7 @@ import requests
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = Path(os.environ.get("TWIN_STATE", "/var/tmp/glm-twin"))
+CACHE = Path(os.environ.get("TWIN_CACHE", "/var/tmp/glm-twin"))
 NET = os.environ.get("TWIN_NET", "10.77.0")
 PREFIX = os.environ.get("TWIN_PREFIX", "twin")
 HEAD, WORKER = "spark-a", "spark-b"

@@ -593,7 +593,12 @@ def _addresses(inventory: Inventory, nodes: Sequence[str]) -> Iterator[Problem]:
 
 
 def _files(get: _Effective) -> Iterator[Problem]:
+    if get["glm_bundle"] and get["glm_vllm_overlay_wheelhouse"]:
+        yield get.problem(
+            "glm_vllm_overlay_wheelhouse", "is set beside glm_bundle, which brings its own wheels", "leave one"
+        )
     wanted = {
+        "glm_bundle": "folder",
         "glm_vllm_overlay_wheelhouse": "folder",
         "glm_vllm_overlay_chat_template": "file",
         "glm_vllm_overlay_tls_cert": "file",

@@ -13,6 +13,16 @@ def label(source: dict[str, Any]) -> str:
     return str(source.get("path") or source.get("url"))
 
 
+def model_offered(
+    sources: list[dict[str, Any]], bundle: str = "", weights: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Sources that can be asked: with a bundle its `weights` {name, revision, licence}, and what is not on the hub."""
+    if not bundle:
+        return sources
+    own = [{**weights, "path": f"{bundle}/weights/{weights['name']}/{weights['revision']}"}] if weights else []
+    return own + [s for s in sources if not s.get("repo")]
+
+
 def model_licensed(sources: list[dict[str, Any]], accepted: list[str]) -> list[dict[str, Any]]:
     """The sources that may be used: their licence is accepted, or is "none"."""
     return [s for s in sources if s["licence"] == "none" or s["licence"] in accepted]
@@ -41,6 +51,7 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {
+            "model_offered": model_offered,
             "model_licensed": model_licensed,
             "model_refused": model_refused,
             "model_used": model_used,

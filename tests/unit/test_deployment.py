@@ -190,3 +190,88 @@ def test_what_has_not_changed_removes_nothing(call, release):
     deploy(call)
     folder, _ = release("built-and-not-yet-deployed")
     assert not deploy(call)["changed"] and folder.exists()
+
+
+# ---- back to the previous one ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(call, tmp_path):
+    """Deployment 1, then 2 of another release and other weights, all of it on the node."""
+    for folder in ("m", "n"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ".verified.json").write_text("{}")
+
+    def build(release):
+        (tmp_path / f"opt/glm-vllm/releases/{release}").mkdir(parents=True)
+        (tmp_path / f"opt/glm-vllm/releases/{release}/manifest.json").write_text("{}")
+
+    build("aaa")
+    deploy(call)
+    build("bbb")
+    newer = {"release": "bbb", "model": {"name": "m", "revision": "s", "path": "/n"}}
+    deploy(call, FILES | {"serve.yaml": "a: 2\n"} | TEMPLATE, UNITS | {"glm-vllm-guard.service": "g"}, FACTS | newer)
+    return tmp_path
+
+
+def everything(top):
+    """What the outside sees of a deployment: units, links and their texts."""
+    names = sorted(p for p in top.rglob("*") if p.is_file() and str(p.relative_to(top)).startswith(("etc/", "usr/")))
+    command = top / "usr/local/bin/glm-vllm"
+    return {str(p.relative_to(top)): p.read_text() for p in names}, command.readlink()
+
+
+def go_back(call):
+    found = call(state="returning")
+    assert found["problem"] == ""
+    return call(state="promoted", number=found["number"])
+
+
+def test_back_and_forth_is_byte_for_byte(call, two):
+    """Fails when a file, a unit or the command of either deployment is left over or lost on the way."""
+    newer = everything(two)
+    assert newer[1] == Path("/opt/glm-vllm/releases/bbb/venv/bin/glm-vllm")
+    found = call(state="returning")
+    assert (found["current"], found["number"], found["facts"]["release"]) == (2, 1, "aaa")
+    assert found["way"].startswith("2 -> 1 (aaa, serve.yaml ")
+    assert go_back(call)["changed"]
+    older = everything(two)
+    assert older[1] == Path("/opt/glm-vllm/releases/aaa/venv/bin/glm-vllm")
+    assert "etc/systemd/system/glm-vllm-guard.service" not in older[0]
+    assert "etc/glm-vllm/chat_template.jinja" not in older[0]
+    go_back(call)
+    assert everything(two) == newer
+    go_back(call)
+    assert everything(two) == older
+
+
+def test_afterwards_the_inventory_still_decides(call, two):
+    go_back(call)
+    plan = call(state="planned", files=FILES, units=UNITS, facts=FACTS)
+    assert not plan["differs"], "what the inventory says is what runs"
+    assert call(state="planned", files=FILES | {"serve.yaml": "a: 3\n"}, units=UNITS, facts=FACTS)["number"] == 3
+
+
+@pytest.mark.parametrize(
+    ("lost", "sentence"),
+    [
+        ("opt/glm-vllm/releases/aaa/manifest.json", "ran /opt/glm-vllm/releases/aaa, which is gone or not whole"),
+        ("m/.verified.json", "served /m, which is gone or not verified"),
+        ("var/lib/glm-vllm/deployments/1/deployment.json", "/var/lib/glm-vllm/deployments/1 is not whole"),
+    ],
+)
+def test_what_is_no_longer_there_is_not_returned_to(call, two, lost, sentence):
+    (two / lost).unlink()
+    found = call(state="returning")
+    assert sentence in found["problem"]
+    assert found["problem"].endswith("set the variables back and run site.yml.")
+
+
+def test_the_first_deployment_has_nothing_to_return_to(call):
+    deploy(call)
+    assert call(state="returning")["problem"].startswith("No deployment was here before")
+
+
+def test_another_executor_is_the_sites_business(call, two):
+    deploy(call, FILES, UNITS, FACTS | {"executor": "ray"})
+    assert "ran under mp and the current one under ray" in call(state="returning")["problem"]

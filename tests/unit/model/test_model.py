@@ -500,6 +500,20 @@ def test_a_folder_on_the_head(folder, tmp_path):
 # ---- licences -------------------------------------------------------------------------------------------------------
 
 
+def test_with_a_bundle_nobody_asks_the_hub(plugin):
+    """Fails when a site without a network would wait for the hub, or take the hub's copy before its own disk's."""
+    offered = plugin("filter/model.py").model_offered
+    hub, disk = {"repo": "a/b", "licence": "none"}, {"path": "/mnt/model", "licence": "none"}
+    assert offered([hub, disk]) == [hub, disk]
+    assert offered([hub, disk], "/srv/bundle") == [disk]
+    weights = {"name": "tiny", "revision": "0" * 40, "licence": "Apache-2.0"}
+    assert offered([hub, disk], "/srv/bundle", weights) == [
+        weights | {"path": "/srv/bundle/weights/tiny/" + "0" * 40},
+        disk,
+    ]
+    assert offered([hub], "/srv/bundle", None) == []
+
+
 def test_licences(plugin):
     module = plugin("filter/model.py")
     free, bound = source(path="/x"), source(repo="a/b", revision=REVISION, licence="ShapleyMCG-1.0")

@@ -307,6 +307,10 @@ BROKEN = {
         {"glm_vllm_overlay_wheelhouse": "wheels"},
         'glm_vllm_overlay_wheelhouse is the text "wheels": write the whole path from /.',
     ),
+    "no_such_bundle": (
+        {"glm_bundle": "/nowhere/bundle"},
+        "glm_bundle names /nowhere/bundle, which is no folder on this controller: correct the path.",
+    ),
     "private_key_alone": (
         {"glm_vllm_overlay_tls_key": __file__},
         "glm_vllm_overlay_tls_key is set and glm_vllm_overlay_tls_cert is empty: name both files, or none.",
@@ -445,6 +449,13 @@ def test_a_wheelhouse_without_wheels(problems, tmp_path):
     ]
     (tmp_path / "uv-0-py3-none-any.whl").touch()
     assert problems(glm_vllm_overlay_wheelhouse=str(tmp_path)) == []
+
+
+def test_a_bundle_beside_a_wheelhouse(problems, tmp_path):
+    (tmp_path / "uv-0-py3-none-any.whl").touch()
+    assert problems(glm_bundle=str(tmp_path), glm_vllm_overlay_wheelhouse=str(tmp_path)) == [
+        "glm_vllm_overlay_wheelhouse is set beside glm_bundle, which brings its own wheels: leave one."
+    ]
 
 
 def test_a_certificate_and_its_key(problems, tmp_path):
