@@ -7,7 +7,6 @@ kernels are described to compute from the very arguments that they get, and refu
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +34,6 @@ class Kernels:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
-        self.columns: list[int] = []
         self.experts: Experts | None = None
         self.spoil = False  # whether outputs are not finite
         source = re.sub(r'"\s*\n\s*"', "", BINDINGS.read_text())
@@ -68,10 +66,9 @@ class Kernels:
         if self.spoil:
             out[0, 0] = float("inf")
 
-    def moe_grouped(self, x, experts, tokens, slots, weights, tiles, tables, limit, columns, wide, mid, out) -> None:
+    def moe_grouped(self, x, experts, tokens, slots, weights, tiles, tables, limit, wide, mid, out) -> None:
         self.calls.append(("grouped", len(x)))
         self._check_tables(tables)
-        self.columns.append(columns)
         assert limit == self.experts.limit and out.dtype == torch.float32
         assert bool((experts[1:] >= experts[:-1]).all())
         planes = 1 if self.experts.shared_suh else 2
@@ -157,15 +154,6 @@ def test_the_scratch_is_of_the_largest_step_at_most(kernels: Kernels) -> None:
     assert scratch_bytes(HIDDEN, WIDTH, TOP_K, 9999) == scratch_bytes(HIDDEN, WIDTH, TOP_K, GROUP_TOKENS)
 
 
-@pytest.mark.parametrize(("hidden", "width", "wide"), [(256, 256, True), (256, 128, False), (384, 256, False)])
-def test_blocks_are_wide_where_experts_have_many_rows(kernels: Kernels, hidden: int, width: int, wide: bool) -> None:
-    backend = FusedBackend.__new__(FusedBackend)
-    backend.experts = SimpleNamespace(hidden=hidden, width=width)
-    backend.tables = torch.zeros(9, 10)
-    assert backend._columns(execute.WIDE_ROWS * 10 - 1) == 128
-    assert backend._columns(execute.WIDE_ROWS * 10) == (256 if wide else 128)
-
-
 def test_equal_input_scales_are_rotated_once(kernels: Kernels) -> None:
     experts = make_experts()
     experts.w13_suh[:, 1] = experts.w13_suh[:, 0]
@@ -176,7 +164,6 @@ def test_equal_input_scales_are_rotated_once(kernels: Kernels) -> None:
 def test_every_kernel_runs_before_anything_is_captured(kernels: Kernels) -> None:
     fused(kernels)
     assert kernels.calls == [("coop", 1), ("coop", 2), ("coop", 128), ("grouped", 129)]
-    assert kernels.columns == [128]
 
 
 def test_an_answer_is_no_scratch(kernels: Kernels) -> None:
