@@ -235,11 +235,11 @@ def bandwidth(*rows, head=TABLE_HEAD, device=""):
     )
 
 
-def two_runs(*rates):
+def two_runs(*rates, hcas=HCAS):
     def run(hca, rate):
         return f" Device         : {hca}\n{TABLE_HEAD} 65536      927940           0.00  {rate}  0.185548\n"
 
-    return put("ib_write_bw.txt", "".join(run(hca, rate) for hca, rate in zip(HCAS, rates, strict=True)))
+    return put("ib_write_bw.txt", "".join(run(hca, rate) for hca, rate in zip(hcas, rates, strict=True)))
 
 
 def collective(busbw, size=17179869184, ranks=(0, 1)):
@@ -455,6 +455,7 @@ NODE = {
     "F14 one subnet, addresses alone": (steps(take("ip-addr.json", "ip_j_addr/same_subnet.json"), only("ip-addr.json")), {"F14 stop"}),
     "F14 one subnet that works": (steps(reachable_twins, two_runs("97.28", "92.57")), {"F14 warn"}),
     "F14 one rail measured": (steps(reachable_twins, bandwidth("97.28", device=HCAS[0])), {"F14 stop"}),
+    "F14 one rail measured twice": (steps(reachable_twins, two_runs("97.28", "92.57", hcas=(HCAS[0], HCAS[0]))), {"F14 stop"}),
     "F14 works, yet a neighbour is silent": (
         steps(reachable_twins, two_runs("97.28", "92.57"), take("ip-neigh.json", "ip_j_neigh/failed_6.1.0.json")), {"F14 stop", "F19 warn"}),
     "F14 in netplan": (steps(drop("netplan"), take("netplan/40-cx7.yaml", "netplan/bad_same_subnet/40-cx7.yaml"), only("netplan")), {"F14 stop"}),
@@ -464,6 +465,8 @@ NODE = {
     "F14 one address on both twins": (
         steps(lambda b: b.ip(lambda e: e[TWINS[1]].update(addr_info=[v4("192.168.100.10")])), gid(HCAS[1], 3, mapped("192.168.100.10"))), {"F14 stop"}),
     "F15 lost": (take("ip-addr.json", "ip_j_addr/lost_after_reboot.json"), {"F15 stop"}),
+    "F15 an address that a port gave itself": (
+        lambda b: b.ip(lambda e: [e[twin].update(addr_info=[v4("169.254.3.4", 16) | {"scope": "link"}]) for twin in TWINS]), {"F15 stop"}),
     "F15 IPv6 only": (steps(v6_only, only("ip-addr.json")), {"F15 stop"}),
     "F15 IPv6 only, with its GIDs": (
         steps(v6_only, *[gid(h, i, ZERO) for h in HCAS for i in (2, 3)], gid(HCAS[0], 3, "2001:db8:1::10")), {"F15 stop", "F10 stop"}),
