@@ -65,6 +65,7 @@ def test_names_that_mislead_lose_against_the_hardware(tmp_path):
         ("enp1s0f0np0", {"device__vendor": "0x15b3", "device__device": "0x1021", "device__physfn__x": "1"}),  # a VF
         ("enp129s0f0np0", {}),
         ("eth0", {}),
+        ("eth0", {"device__vendor": "0x15b3"}),  # of the same maker, and no word of the model
         ("wlP9s9", {}),
         ("enp1s0f0np0.100", {}),
     ],

@@ -17,7 +17,7 @@ import pytest
 from bundles import diagnosed, healthy
 from glm_vllm_overlay import cli
 from glm_vllm_overlay.node import doctor, findings
-from variants import VARIANTS, append
+from variants import TWINS, VARIANTS, append, link
 
 SOURCES = Path(__file__).parents[3] / "files/overlay/src"
 
@@ -135,6 +135,12 @@ def test_findings_of_a_pair_name_the_node(pair, capsys):
     code, out, _ = run(capsys, "--bundle", str(pair[0].folder.parent))
     assert code == 1
     assert out.startswith("stop F24  spark-b: /etc/hosts gives spark-a")
+
+
+def test_the_lone_twin_and_what_the_other_lacks_are_named(bundle, capsys):
+    link(TWINS[1])(bundle)
+    _, out, _ = run(capsys, "--bundle", str(bundle.folder))
+    assert f"Only {TWINS[0]} of the two functions of its port is used: {TWINS[1]} has no link." in out
 
 
 def empty(folder: Path) -> None:

@@ -356,6 +356,8 @@ NODE = {
             {"dst": "192.0.2.77", "dev": "enP7s7", "state": ["FAILED"]}])), set()),
     "healthy, multicast blocked on a rail": (append("journal.txt", "kernel: [UFW BLOCK] IN=enp1s0f0np0 OUT= SRC=192.168.100.11 DST=224.0.0.251 PROTO=UDP SPT=5353 DPT=5353"), set()),
     "healthy, a container killed in its own limit": (append("journal.txt", "kernel: oom-kill:constraint=CONSTRAINT_MEMCG,task=node,pid=1"), set()),
+    "healthy, an adapter's controller that is back": (append("journal.txt", "kernel: mlx5_core 0000:01:00.0: irisc not responding"), set()),
+    "healthy, the same addresses in two files": (netplan(_40_cx7=GOOD_NETPLAN, _41_cx7=GOOD_NETPLAN), set()),
     "healthy, other Xid": (append("journal.txt", "kernel: NVRM: Xid (PCI:000f:01:00): 154, GPU recovery action changed"), set()),
     "healthy, AER of another device": (append("journal.txt", "kernel: pcieport 0004:00:00.0: AER: Corrected error message received from 0004:01:00.0"), set()),
     "healthy, two ranks' collective": (collective("22.4"), set()),
