@@ -31,6 +31,14 @@ have = $(wildcard $(1))
 help: ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r t d; do printf '  %-12s %s\n' "$$t" "$$d"; done
 
+# The inventory's own pair, or two other addresses in its place
+.PHONY: hardware-check
+hardware-check: ## HOSTS=a,b: what a pair's hardware does with the release, without weights, as one file for an issue
+	@hosts=$$(mktemp --suffix=.yml); trap 'rm -f "$$hosts"' EXIT; IFS=, read -r head worker <<<"$(HOSTS)"; \
+	if [ -n "$$worker" ]; then printf '{sparks: {children: {head: {hosts: {spark-a: {ansible_host: "%s"}}}, workers: {hosts: {spark-b: {ansible_host: "%s"}}}}}}\n' "$$head" "$$worker"; \
+	elif [ -n "$$head" ]; then echo "make hardware-check HOSTS=a,b takes two addresses: HOSTS is $(HOSTS)." >&2; exit 2; else echo '{}'; fi >"$$hosts"; \
+	ansible-playbook playbooks/hardware_check.yml -i inventory/sparks -i "$$hosts" $(ARGS)
+
 # ---- everything below needs root ------------------------------------------------------------------------------------
 ifneq ($(shell id -u),0)
 AS_ROOT := setup wheelhouse demo lint docs golden test test-lint test-unit test-overlay test-roles test-network test-weights test-bundle test-pair test-full molecule clean distclean
