@@ -15,7 +15,7 @@ from glm_vllm_twin import torchvision_ops
 
 torchvision_ops.declare()  # vLLM imports the registry's torchvision, whose compiled half needs CUDA
 
-from glm_vllm_overlay import cli  # noqa: E402
+from glm_vllm_overlay import cli, rehearsal  # noqa: E402
 from glm_vllm_overlay.hooks import compat  # noqa: E402
 from glm_vllm_overlay.plan import command as plan_command  # noqa: E402
 from glm_vllm_overlay.plan.cache import Engine, Planner  # noqa: E402
@@ -73,6 +73,15 @@ def live() -> dict:
     import speculation
 
     return {case: speculation.planned(case, (9, 0)) for case in speculation.CASES}
+
+
+def rehearsed() -> dict:
+    """How the pool of a rehearsal is cut, whose kernels have its strides as constants, beside the served model's."""
+    found = {}
+    for name, target in {"served": model.TARGET, "rehearsed": rehearsal.target_config(model.TARGET, 1)}.items():
+        cache = Planner(target, None, Engine(1_000_000, 4, 4640, tokens=2), True).cache()
+        found[name] = {"block": cache.block_size, "bytes": cache.bytes_per_block}
+    return found
 
 
 def tensors() -> dict:
@@ -177,6 +186,7 @@ if __name__ == "__main__":
             "caches": caches(),
             "live": live(),
             "commands": commands(),
+            "rehearsed": rehearsed(),
             "tensors": tensors(),
             "start": start(),
             "chunks": chunks(),

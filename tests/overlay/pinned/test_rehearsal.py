@@ -12,6 +12,11 @@ from conftest import PINNED, ROOT
 HERE = Path(__file__).parent
 
 
+def test_its_kv_cache_has_the_strides_of_the_served_ones(found) -> None:
+    """Fails when a layer is left out: with the first five alone a block is a fifth."""
+    assert found["rehearsed"]["rehearsed"] == found["rehearsed"]["served"]
+
+
 @pytest.mark.full  # a process of its own: the other one's vLLM believes that it is on a GB10 already
 def test_its_options_are_the_served_ones_but_what_is_the_pairs(models, tmp_path: Path) -> None:
     if not (PINNED / "vllm").is_dir():
