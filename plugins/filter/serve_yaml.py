@@ -32,6 +32,8 @@ OWNED_ELSEWHERE = {
     "host": GATEWAY,
     "port": GATEWAY,
     "uds": GATEWAY,
+    "grpc": GATEWAY,
+    "grpc-port": GATEWAY,
     "ssl-keyfile": GATEWAY,
     "ssl-certfile": GATEWAY,
     "ssl-ca-certs": GATEWAY,

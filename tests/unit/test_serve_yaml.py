@@ -32,7 +32,7 @@ def config(**changes):
 def test_gb10_is_rendered_exactly():
     """The file that two Sparks get, key by key."""
     assert serve_yaml.serve_yaml(config()) == serve_yaml.HEADER + (
-        'additional-config: \'{"exl3_backend":"fused"}\'\n'
+        'additional-config: \'{"drafter_kv":"split","exl3_backend":"fused"}\'\n'
         'default-chat-template-kwargs: \'{"reasoning_effort":"high"}\'\n'
         "distributed-executor-backend: mp\n"
         "enable-auto-tool-choice: true\n"
@@ -125,6 +125,8 @@ def test_extra_args_come_last_and_replace_their_opposite():
         ("host", "0.0.0.0", "gateway"),
         ("port", 8000, "gateway"),
         ("uds", "/tmp/x", "gateway"),
+        ("grpc", True, "gateway"),
+        ("grpc-port", 50051, "gateway"),
         ("node-rank", 1, "unit"),
         ("headless", True, "unit"),
         ("speculative-config", {"method": "mtp"}, "glm_vllm_overlay_speculator"),

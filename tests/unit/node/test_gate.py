@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from glm_vllm_overlay.node import gate
+from glm_vllm_overlay.node import gate, state
+from glm_vllm_overlay.node.paths import Paths
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -412,6 +413,18 @@ def test_nodes_that_would_run_different_things(node, peer, glm_vllm, key, value,
     began = time.monotonic()
     assert sentence in refused(glm_vllm, node)
     assert time.monotonic() - began < 20, "a settled difference is not waited for until the gate's timeout"
+
+
+def test_what_only_one_unit_says_is_found_without_its_value(node, peer, glm_vllm):
+    """A variable that is the same on both is no difference; state says no value."""
+    shown = "GLM_GPU_MEMORY_UTILIZATION=0.87 GLM_SPECULATOR=dflash2 ABLIT=0 VLLM_SAME=1 VLLM_KEY=secret"
+    node.unit("glm-vllm-head", ActiveState="activating", SubState="start-pre", Environment=shown)
+    mine = state.own(Paths(node.root))
+    assert "secret" not in json.dumps(mine) and set(mine["unit"]["environment"]) == {"VLLM_SAME", "VLLM_KEY"}
+    peer.document["unit"]["environment"] = {"VLLM_SAME": mine["unit"]["environment"]["VLLM_SAME"]}
+    assert "do not give the engine the same VLLM_KEY: undo" in refused(glm_vllm, node)
+    peer.document["unit"]["environment"] = mine["unit"]["environment"]
+    assert glm_vllm("gate")[0] == 0
 
 
 def test_a_promotion_under_way_is_waited_for(node, peer, glm_vllm, monkeypatch):

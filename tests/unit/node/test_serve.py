@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from glm_vllm_overlay.node import fabric, hold, notify, serve
 from glm_vllm_overlay.node import peer as node_peer
+from glm_vllm_overlay.node.errors import Refusal
 from glm_vllm_overlay.node.paths import Paths
 from glm_vllm_overlay.node.settings import Node, Settings
 
@@ -130,6 +131,14 @@ def line(node, speculator="dflash2", patience=130.0, **env) -> list[str]:
     node.env(**env)
     paths = Paths(node.root)
     return serve.command_line(paths, Node.load(paths), Settings(0.87, speculator), patience)[1:]
+
+
+@pytest.mark.parametrize("door", ["grpc: true", "grpc-port: 50051", "host: 0.0.0.0", "port: 8000", "uds: /tmp/x"])
+def test_there_is_no_other_door(node, door):
+    """What somebody wrote into serve.yaml by hand; the role renders none of these."""
+    node.deploy(f"max-num-seqs: 4\n{door}\n")
+    with pytest.raises(Refusal, match=rf"says {door.split(':')[0]}, and the engine listens on .*/api.sock alone"):
+        line(node)
 
 
 def test_head_with_dflash2(node):

@@ -186,6 +186,13 @@ def different(mine: dict, peer: dict) -> str:
             if key.endswith("_sha256"):
                 here, there = here[:12], there[:12]
             return f"{a} has {title} {here} and {b} {there}: {remedy}"
+    ours, theirs = mine["unit"]["environment"], peer["unit"].get("environment", {})
+    for variable in sorted(ours | theirs):
+        if ours.get(variable) != theirs.get(variable):
+            return (
+                f"{a} and {b} do not give the engine the same {variable}: undo `systemctl edit {mine['unit']['name']}` "
+                f"on {a} or `systemctl edit {peer['unit']['name']}` on {b}, or run site.yml for both"
+            )
     if not peer["model_verified"]:
         return f"{peer['model']} is not verified on {b}: run playbooks/weights.yml"
     return ""

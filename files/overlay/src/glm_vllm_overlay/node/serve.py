@@ -35,6 +35,8 @@ GUARD_PATIENCE = 2.0
 STOP_MARGIN = 5.0
 # What vLLM needs to end when its last request has ended, or has had all its time.
 END_SECONDS = 10.0
+# Each would open a door beside the Unix socket, where nobody asks for a key.
+OTHER_DOORS = ("grpc", "grpc-port", "host", "port", "uds")
 # nginx's group may connect; nobody else may.
 SOCKET_MODE = 0o660
 
@@ -86,6 +88,11 @@ def command_line(paths: Paths, node: Node, settings: Settings, patience: float |
         config = paths.serve_yaml.read_text(encoding="utf-8")
     except OSError as error:
         raise Unusable(f"{paths.serve_yaml} cannot be read ({error.strerror}): run playbooks/serve.yml") from None
+    if doors := [key for key in OTHER_DOORS if config_value(config, key) is not None]:
+        raise Refusal(
+            f"{paths.serve_yaml} says {doors[0]}, and the engine listens on {paths.socket} alone: take it out of "
+            "glm_vllm_overlay_extra_args and run site.yml"
+        )
     tensor_parallel = int(config_value(config, "tensor-parallel-size") or 1)
     command = [str(paths.venv(deployment["release"]) / "bin/vllm"), "serve", "--config", str(paths.serve_yaml)]
     command += ["--gpu-memory-utilization", str(settings.utilisation)]

@@ -8,6 +8,7 @@ executor, memory, phase, unit, session, rank, fabric, incident. It holds no secr
 from __future__ import annotations
 
 import datetime
+import hashlib
 import time
 from pathlib import Path
 
@@ -156,6 +157,8 @@ def own(paths: Paths, node: Node | None = None) -> dict:
             "invocation_id": engine.get("InvocationID", ""),
             "restarts": int(engine.get("NRestarts") or 0),
             "outcome": outcome(engine),
+            # What else it says to the engine: enough to see that the nodes differ, and in what
+            "environment": digests(units.environment(engine)),
         },
         # What the gates agree on: `id` names this start, `peer` the start of the peer that it belongs with.
         "session": {
@@ -167,6 +170,15 @@ def own(paths: Paths, node: Node | None = None) -> dict:
         "rank": {"cpu_seconds": cpu_seconds(main_pids(engine, gate), paths.proc)},
         "fabric": {"rails": rails(paths)},
         "incident": read_json_if_there(paths.incident) or None,
+    }
+
+
+def digests(environment: dict[str, str]) -> dict[str, str]:
+    """A short digest of each value but those of VARIABLES, which are told as they are."""
+    return {
+        name: hashlib.sha256(value.encode()).hexdigest()[:12]
+        for name, value in sorted(environment.items())
+        if name not in VARIABLES
     }
 
 
