@@ -26,6 +26,8 @@ from glm_vllm_overlay.node.peer import POLL, Bond
 from glm_vllm_overlay.node.settings import Node, Settings
 
 DRAFT_TOKENS = {"dflash2": 7, "mtp": 2}
+# Each would open a door beside the Unix socket, where nobody asks for a key.
+OTHER_DOORS = ("grpc", "grpc-port", "host", "port", "uds")
 RAY_PATIENCE = 90.0
 # The peer is gone: nothing is left to drain, and NCCL would wait for it for minutes.
 LOST_PEER_PATIENCE = 10.0
@@ -35,8 +37,6 @@ GUARD_PATIENCE = 2.0
 STOP_MARGIN = 5.0
 # What vLLM needs to end when its last request has ended, or has had all its time.
 END_SECONDS = 10.0
-# Each would open a door beside the Unix socket, where nobody asks for a key.
-OTHER_DOORS = ("grpc", "grpc-port", "host", "port", "uds")
 # nginx's group may connect; nobody else may.
 SOCKET_MODE = 0o660
 
