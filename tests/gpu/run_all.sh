@@ -21,7 +21,8 @@ target = "/tmp/glm-exl3"
 arguments = ["--exllamav3", sys.argv[1], "--arch", sys.argv[2], "--target", target, "--work", "/tmp/glm-exl3-work"]
 print(build.run(parser.parse_args([*arguments, "--jobs", "16"])))
 P
-python3 -m pytest -q -rA -p no:cacheprovider "$root/tests/gpu/test_kernels.py" "$root/tests/gpu/test_modules.py" 2>&1 | tee "$out/kernels.log" | tail -25
+python3 -m pytest -q -rA -p no:cacheprovider "$root/tests/gpu/test_kernels.py" "$root/tests/gpu/test_modules.py" "$root/tests/gpu/test_upstream.py" 2>&1 | tee "$out/kernels.log" | tail -25
 python3 "$root/files/overlay/benchmarks/moe.py" --exllamav3 "$sources" --out "$out/moe.json" 2>&1 | tee "$out/moe.log" | tail -14
 python3 "$root/tests/gpu/pool_alignment.py" /tmp/glm-pools "$out/pool_alignment.json" 2>&1 | tee "$out/pool_alignment.log" | tail -3
 python3 "$root/tests/gpu/rehearsal.py" /tmp/glm-rehearsal "$out/rehearsal.json" 2>&1 | tee "$out/rehearsal.log" | tail -20
+python3 "$root/tests/gpu/hardware_check.py" /tmp/glm-hardware "$out/hardware_check.json" 2>&1 | tee "$out/hardware_check.log" | tail -15
