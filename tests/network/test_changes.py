@@ -72,8 +72,10 @@ def test_a_file_that_netplan_rejects_stops_the_run(ours: None) -> None:
 
 
 @pytest.mark.full
-def test_uninstall_keeps_later_edits_of_etc_hosts(ours: None) -> None:
-    """Fails when a byte of the file is not as the bed made it, or when what somebody added is gone."""
+def test_uninstall_gives_every_file_back_and_keeps_later_edits_of_etc_hosts(
+    ours: None, untouched: dict[str, str]
+) -> None:
+    """Fails when a byte or a mode is not as it was before the first run, or when what somebody added is gone."""
     for node in cables.NODES:
         bed.on(node, "sh", "-c", "echo '192.0.2.1 later' >> /etc/hosts")
     run = pair.run_playbook("playbooks/uninstall.yml")
@@ -84,6 +86,7 @@ def test_uninstall_keeps_later_edits_of_etc_hosts(ours: None) -> None:
         left = bed.on(node, "sh", "-c", "ls -d /etc/glm-vllm /etc/netplan/*cx7* /etc/*/*.d/60-glm* 2>/dev/null || :")
         assert left == ""
         bed.on(node, "sed", "-i", "/later/d", "/etc/hosts")
+        assert not untouched or cables.files(node) == untouched[node]
 
 
 @pytest.mark.full
