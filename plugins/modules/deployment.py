@@ -13,14 +13,13 @@ description:
     two of them; C(/etc/glm-vllm) holds a link to each file of C(current).
   - C(state=planned) compares the wanted content with C(current) and says which number a new deployment would get.
   - C(state=staged) writes the folder; nothing that runs is touched.
-  - C(state=returning) looks at C(previous) and says why this node can't go back to it.
   - C(state=promoted) makes it C(current), installs its units and the links that name it, and removes units and links
     that only the former deployment had. Then it removes the oldest deployments beyond C(keep), never C(current) or
     C(previous), and the releases with their caches that no deployment names any more and no process runs from.
 options:
   state:
     description: What to do.
-    choices: [planned, staged, returning, promoted]
+    choices: [planned, staged, promoted]
     required: true
     type: str
   number:
@@ -65,25 +64,13 @@ EXAMPLES = r"""
 
 RETURN = r"""
 number:
-  description: For planned, the next free number on this node; else the number acted on; null where none is previous.
+  description: For planned, the next free number on this node; otherwise the number acted on.
   type: int
   returned: always
 current:
   description: Number of the current deployment, null when there is none.
   type: int
-  returned: planned, returning
-facts:
-  description: deployment.json of C(previous), {} where there is none.
-  type: dict
-  returned: returning
-way:
-  description: From where to where, with release and serve.yaml; the same text on nodes that return to the same.
-  type: str
-  returned: returning
-problem:
-  description: Why this node can't go back to it, as a sentence; empty when it can.
-  type: str
-  returned: returning
+  returned: planned
 differs:
   description: Whether the wanted content differs from what is current.
   type: bool
@@ -228,29 +215,6 @@ class Deployments:
         """Where a link points; None when it is none."""
         return os.readlink(self.root + path) if os.path.islink(self.root + path) else None
 
-    def problem(self, number):
-        """Why `number` can't be returned to, as a sentence, or ""."""
-        otherwise = "set the variables back and run site.yml"
-        if number is None:
-            return "No deployment was here before the current one, so there is none to return to."
-        facts = self.facts(number)
-        if self.content(number) is None:
-            return f"{self.path(number)} is not whole: {otherwise}."
-        release = f"{RELEASES}/{facts['release']}"
-        if not os.path.exists(f"{self.root}{release}/manifest.json"):
-            return f"Deployment {number} ran {release}, which is gone or not whole: {otherwise}."
-        for kind in ("model", "drafter"):
-            folder = (facts.get(kind) or {}).get("path")
-            if folder and not os.path.exists(f"{self.root}{folder}/.verified.json"):
-                return f"Deployment {number} served {folder}, which is gone or not verified: {otherwise}."
-        now = self.facts(self.pointed("current"))["executor"]
-        if facts["executor"] != now:
-            return (
-                f"Deployment {number} ran under {facts['executor']} and the current one under {now}, which needs other "
-                f"units and another firewall: set glm_vllm_overlay_executor to {facts['executor']} and run site.yml."
-            )
-        return ""
-
     def promote(self, number):
         units, units_gone = self.unit_changes(number)
         links, links_gone = self.link_changes(number)
@@ -295,7 +259,7 @@ class Deployments:
 def main():
     module = AnsibleModule(
         argument_spec=dict(
-            state=dict(type="str", required=True, choices=["planned", "staged", "returning", "promoted"]),
+            state=dict(type="str", required=True, choices=["planned", "staged", "promoted"]),
             number=dict(type="int"),
             files=dict(type="dict", default={}),
             units=dict(type="dict", default={}),
@@ -319,13 +283,6 @@ def main():
     if p["state"] == "planned":
         number = max([*store.numbers(), 0]) + 1
         module.exit_json(changed=False, differs=store.content(current) != wanted, current=current, number=number)
-
-    if p["state"] == "returning":
-        number = store.pointed("previous")
-        facts = {} if number is None else store.facts(number)
-        way = f"{current} -> {number} ({facts.get('release')}, serve.yaml {facts.get('serve_sha256', '')[:12]})"
-        problem = store.problem(number)
-        module.exit_json(changed=False, current=current, number=number, facts=facts, way=way, problem=problem)
 
     if p["state"] == "staged":
         if store.content(p["number"]) == wanted:

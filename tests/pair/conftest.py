@@ -22,7 +22,6 @@ ORDER = (
     "test_kernels",
     "test_bad_input",
     "test_together",
-    "test_rollback",
     "test_ray",
 )
 PATIENCE = 1800  # seconds a test, with the converge that the first one waits for
