@@ -13,7 +13,7 @@ import bed
 import pair
 import pytest
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(5400)]
 
 # What the bed offers its nodes otherwise
 OFFERED = ("/srv/repo", "/srv/wheels", "/srv/models", "/etc/pip.conf", "/etc/uv/uv.toml")
@@ -91,7 +91,7 @@ def site(bundle: Path, *arguments: str) -> pair.Run:
         "site.yml",
         *arguments,
         project=bundle / "project",
-        timeout=1500,
+        timeout=2400,
         glm_bundle=str(bundle),
         model_fetch_sources=[hub | {"licence": "none"}],
     )
