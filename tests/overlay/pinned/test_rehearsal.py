@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import PINNED, ROOT
 
 HERE = Path(__file__).parent
@@ -30,16 +31,17 @@ def test_its_options_are_the_served_ones_but_what_is_the_pairs(models, tmp_path:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
+    served = yaml.safe_load((ROOT / "tests/golden/sparks/spark-a/etc/glm-vllm/serve.yaml").read_text())
     common = {
         "load_format": "dummy",
         "tensor_parallel_size": 1,
         "distributed_executor_backend": None,
-        "kv_cache_memory_bytes": 16972032000,
+        "kv_cache_memory_bytes": served["kv-cache-memory-bytes"],
         "max_model_len": 1000000,
         "max_num_batched_tokens": 4640,
         "max_num_seqs": 4,
         "quantization": "exl3",
-        "additional_config": {"exl3_backend": "fused"},
+        "additional_config": json.loads(served["additional-config"]),
         "model": True,
     }
     assert all(common.items() <= answer.items() for answer in found.values())
