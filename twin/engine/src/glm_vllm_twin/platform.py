@@ -80,9 +80,19 @@ class TwinPlatform(CpuPlatform):
         super().register_triton_kernel_overrides()
         from vllm.triton_utils.dispatcher import register_kernels
 
-        from glm_vllm_twin.ops import sampling
+        from glm_vllm_twin.ops import sampling, states
 
-        register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": sampling.expand_kernel})
+        register_kernels(
+            {"vllm.v1.sample.rejection_sampler.expand_kernel": sampling.expand_kernel}
+            | {
+                f"vllm.v1.worker.mamba_utils.{kernel.__name__}": kernel
+                for kernel in (
+                    states.precopy_mamba_align_fused_kernel,
+                    states.postprocess_mamba_fused_kernel,
+                    states.batch_memcpy_kernel,
+                )
+            }
+        )
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
