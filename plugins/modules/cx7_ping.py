@@ -8,6 +8,8 @@ module: cx7_ping
 short_description: Pings the peers over each rail with full, unfragmented frames
 description:
   - A plain ping warms ARP first; then frames of MTU size with the don't-fragment bit follow.
+  - Where the node's rails have subnets of their own, the answer has to come back on the same interface. Linux answers
+    for its addresses on every interface, so that a peer whose rails are crossed answers otherwise, and RoCE does not.
   - A rail that is wrong is returned as a sentence, not as a failure, since addresses are also tried before they are
     adopted.
 options:
@@ -36,6 +38,7 @@ rails:
 against: {description: "One sentence a rail that is wrong.", type: list, elements: str, returned: always}
 """
 
+import ipaddress
 import re
 from collections.abc import Callable
 from typing import Any
@@ -47,10 +50,27 @@ RTT = re.compile(r"= [\d.]+/([\d.]+)/")
 Ping = Callable[[list[str]], "tuple[int, str]"]
 
 
-def probe(rail: dict[str, Any], peer: str, adopted: bool, attempts: int, ping: Ping) -> tuple[dict[str, Any], str]:
+def sources(rails: list[dict[str, Any]]) -> list[list[str]]:
+    """Options of ping for each rail: its address, and its interface too unless another rail shares the subnet.
+
+    In a shared subnet the peer answers by whichever interface its route names.
+    """
+    nets = [ipaddress.IPv4Interface(f"{rail['address']}/{rail['prefix']}").network for rail in rails]
+    return [
+        [
+            "-I",
+            rail["address"],
+            *([] if any(net.overlaps(other) for other in nets[:at] + nets[at + 1 :]) else ["-I", rail["netdev"]]),
+        ]
+        for at, (rail, net) in enumerate(zip(rails, nets, strict=True))
+    ]
+
+
+def probe(
+    rail: dict[str, Any], peer: str, adopted: bool, attempts: int, ping: Ping, source: list[str]
+) -> tuple[dict[str, Any], str]:
     """Ask one peer over one rail; returns the result and a sentence, empty when the rail is right."""
     where = f"{rail['netdev']} ({rail['address']} to {peer})"
-    source = ["-I", rail["address"]]
     size = int(rail["mtu"]) - HEADERS
     result = {"netdev": rail["netdev"], "peer": peer, "bytes": size, "rtt_ms": None}
     if not any(ping(["-c1", "-W1", *source, peer])[0] == 0 for _ in range(attempts)):
@@ -86,8 +106,8 @@ def main() -> None:
         return code, out
 
     probes = [
-        probe(rail, peer, params["adopted"], params["attempts"], ping)
-        for rail in params["rails"]
+        probe(rail, peer, params["adopted"], params["attempts"], ping, source)
+        for rail, source in zip(params["rails"], sources(params["rails"]), strict=True)
         for peer in rail["peers"].values()
     ]
     against = [sentence for _, sentence in probes if sentence]

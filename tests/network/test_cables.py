@@ -88,7 +88,7 @@ def test_a_foreign_file_that_does_not_work_is_shown(others: None) -> None:
 def test_adopted_addresses_that_nobody_answers_are_shown(others: None) -> None:
     """Right on paper: the same subnets, but the cables are crossed between the rails."""
     cables.foreign(bed.WORKER, cables.netplan(("192.168.101", "192.168.100"), (12, 12)))
-    pair.wait_for(lambda: "192.168.101.12/24" in cables.carried(bed.WORKER)[cables.PORT1[0]], 20, "their addresses")
+    pair.wait_for(lambda: "192.168.101.12/24" in cables.carried(bed.WORKER).get(cables.PORT1[0], ()), 20, "them")
     said = cables.refusals(cables.network())
     assert len(said) == 1 and "does not work" in said[0] and "the peer does not answer" in said[0]
 
@@ -169,6 +169,7 @@ def test_the_trap_is_named_with_its_remedy(ours: None) -> None:
     """ib_write_bw of the bed is recorded output; here it is the recorded one of a wedged port."""
     recorded = "/usr/local/lib/twin/recorded/ib_write_bw.txt"
     healthy = bed.on(bed.WORKER, "cat", recorded)
+    without = {node: bed.on(node, "cat", "/etc/glm-vllm/fabric.json") for node in cables.NODES}
     rdma = {"cx7_network_rdma": "auto", "cx7_network_min_gbps": 80}
     for node in cables.NODES:
         gid = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}"
@@ -185,6 +186,8 @@ def test_the_trap_is_named_with_its_remedy(ours: None) -> None:
         run = cables.network(**rdma)
     finally:
         pair.write(bed.WORKER, recorded, healthy)
+        for node in cables.NODES:  # that the rails have RDMA stands in it, and the next test's nodes have none
+            pair.write(node, "/etc/glm-vllm/fabric.json", without[node])
     said = cables.refusals(run)
     assert run.status and len(said) == 1 and "13.2 Gb/s, below the floor of 80; the port is wedged" in said[0]
     assert "reboot both Sparks" in said[0]

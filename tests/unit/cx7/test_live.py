@@ -176,9 +176,19 @@ def answers(*codes: int):
     ],
 )
 def test_pings(plugin, codes, adopted, sentence):
-    result, said = plugin("modules/cx7_ping.py").probe(RAIL, RAIL["peer"], adopted, 2, answers(*codes))
+    result, said = plugin("modules/cx7_ping.py").probe(RAIL, RAIL["peer"], adopted, 2, answers(*codes), [])
     assert (sentence in said) if sentence else not said
     assert result["rtt_ms"] == (None if sentence else 0.2)
+
+
+@pytest.mark.parametrize(("second", "bound"), [("192.168.101.10", True), ("192.168.100.11", False)])
+def test_the_answer_comes_back_on_the_rail_unless_the_rails_share_a_subnet(plugin, second, bound):
+    first = {"netdev": "one", "address": "192.168.100.10", "prefix": 24}
+    options = plugin("modules/cx7_ping.py").sources([first, first | {"netdev": "two", "address": second}])
+    assert options == [
+        ["-I", "192.168.100.10", *(["-I", "one"] if bound else [])],
+        ["-I", second, *(["-I", "two"] if bound else [])],
+    ]
 
 
 @pytest.mark.parametrize(
