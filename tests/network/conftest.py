@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = ("test_cables", "test_changes", "test_more_nodes")
+    order = ("test_cables", "test_changes", "test_networkmanager", "test_more_nodes")
     items.sort(key=lambda item: order.index(item.path.stem))
     for item in items:
         item.add_marker(pytest.mark.timeout(PATIENCE))
