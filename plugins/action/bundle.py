@@ -11,9 +11,8 @@ Fails with one sentence that names the file.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,7 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def parts() -> Any:
-    """plugins/controller/bundle.py: Ansible puts no folder of ours on the import path."""
-    name = "glm_bundle_parts"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, REPOSITORY / "plugins/controller/bundle.py")
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+load = runpy.run_path(str(Path(__file__).resolve().parents[1] / "controller/own_code.py"))["load"]
 
 
 class ActionModule(ActionBase):
@@ -45,7 +33,7 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return what the bundle is."""
         result = super().run(tmp, task_vars)
-        given, bundle = self._task.args, parts()
+        given, bundle = self._task.args, load("plugins/controller/bundle.py")
         top = Path(given["path"])
         locks = {name: REPOSITORY / "files/locks" / name for name in given["locks"]}
         changed = False
