@@ -36,7 +36,7 @@ help: ## this list
 hardware-check: ## HOSTS=a,b: what a pair's hardware does with the release, without weights, as one file for an issue
 	@hosts=$$(mktemp --suffix=.yml); trap 'rm -f "$$hosts"' EXIT; IFS=, read -r head worker <<<"$(HOSTS)"; \
 	if [ -n "$$worker" ]; then printf '{sparks: {children: {head: {hosts: {spark-a: {ansible_host: "%s"}}}, workers: {hosts: {spark-b: {ansible_host: "%s"}}}}}}\n' "$$head" "$$worker"; \
-	elif [ -n "$$head" ]; then echo "make hardware-check HOSTS=a,b takes two addresses: HOSTS is $(HOSTS)." >&2; exit 2; else echo '{}'; fi >"$$hosts"; \
+	elif [ -n "$$head" ]; then echo "make hardware-check HOSTS=a,b takes two addresses: HOSTS is $(HOSTS)." >&2; exit 2; else echo '{all: {}}'; fi >"$$hosts"; \
 	ansible-playbook playbooks/hardware_check.yml -i inventory/sparks -i "$$hosts" $(ARGS)
 
 # ---- everything below needs root ------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def run_rehearsal(args: argparse.Namespace, jobs: int) -> int:
 
 
 def run_kernels(args: argparse.Namespace, jobs: int) -> int:
-    """Without `--modules`."""
+    """Neither `--modules` nor `--rehearsal`."""
     sources, licence = (args.exllamav3, "") if args.exllamav3 else kernels.find_sources()
     chain = kernels.Toolchain(
         cuda_home=args.cuda_home,

@@ -21,8 +21,6 @@ MODULES = (
     "vllm.v1.core.single_type_kv_cache_manager",
     "vllm.v1.worker.gpu.attn_utils",
 )
-
-
 GB10 = (12, 1)
 
 
