@@ -50,8 +50,12 @@ def digests(top: Path, names: list[str]) -> dict[str, str]:
 
 
 def listing(top: Path) -> list[str]:
-    """Names of all files below `top` but the sums, sorted."""
-    found = (path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_file())
+    """Names of all files below `top` but the sums and what Python leaves beside its sources, sorted."""
+    found = (
+        path.relative_to(top).as_posix()
+        for path in top.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     return sorted(name for name in found if name != SUMS)
 
 

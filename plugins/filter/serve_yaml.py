@@ -134,7 +134,11 @@ def serve_yaml(options: dict[str, Any]) -> str:
 
 def shaping(options: dict[str, Any]) -> dict[str, Any]:
     """The options of `serve_config` on which it depends what the engine compiles."""
-    return {key: value for key, value in options.items() if key not in SHAPELESS}
+    found = {key: value for key, value in options.items() if key not in SHAPELESS}
+    more = found.get("additional-config")
+    if isinstance(more, dict):  # a direction that is taken out of weights compiles nothing
+        found["additional-config"] = {key: value for key, value in more.items() if key != "ablation"}
+    return found
 
 
 def switch(name: str, on: bool) -> dict[str, bool]:

@@ -166,6 +166,8 @@ def test_what_shapes_no_kernel_is_no_part_of_the_shape():
     for change in ({"max_num_seqs": 9}, {"max_num_batched_tokens": 8192}, {"kv_cache_dtype": "auto"}, {"limit_mm": {}}):
         assert shaping(config(**change)) != shaping(before), change
     assert shaping(config(extra_args={"block-size": 64})) != shaping(before)
+    ablated = before | {"additional-config": {**before["additional-config"], "ablation": {"alpha": 0.5}}}
+    assert ablated != before and shaping(ablated) == shaping(before)
     assert set(serve_yaml.SHAPELESS) <= {*before, "chat-template"}
 
 

@@ -67,6 +67,13 @@ def test_a_whole_one_is_taken_and_sha256sum_agrees(whole: Path, lock: Path) -> N
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=whole, check=True)
 
 
+def test_what_python_leaves_beside_its_sources_is_no_harm(whole: Path, lock: Path) -> None:
+    """The bundle's own project runs from it: its plugins are compiled there."""
+    (whole / "project/plugins/__pycache__").mkdir(parents=True)
+    (whole / "project/plugins/__pycache__/a.pyc").touch()
+    assert parts.check(whole, "gb10", {"uv.txt": lock})["profile"] == "gb10"
+
+
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [

@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "inspect": ("glm_vllm_overlay.inspect", "read a checkpoint's headers and say whether this overlay can serve it"),
     "plan": ("glm_vllm_overlay.plan.command", "say what a node's memory would be used for and whether it fits"),
-    "build": ("glm_vllm_overlay.build", "compile what the engine needs, before it has weights: kernels, modules, a rehearsal"),
+    "build": ("glm_vllm_overlay.build", "compile kernels, modules and all else that an engine needs, before weights"),
     "key": ("glm_vllm_overlay.node.keys", "make, list and revoke API keys"),
     "cert": ("glm_vllm_overlay.node.certs", "make or renew the gateway's certificate"),
     "probe": ("glm_vllm_overlay.node.probe", "ask the endpoint for an answer and check it"),

@@ -150,7 +150,8 @@ def play(llm: Any) -> int:
     for width in range(1, requests + 1):
         ask([few] * width, SamplingParams(max_tokens=few, **greedy))
     # Prompts that are still being read beside answers that are being written, more of them than fit.
-    ask([few, min(longest // 2, 2 * budget), few, budget // 2, few], SamplingParams(max_tokens=few, **greedy))
+    halves = [min(longest // 2, tokens) for tokens in (2 * budget, budget // 2)]
+    ask([few, halves[0], few, halves[1], few], SamplingParams(max_tokens=few, **greedy))
     chosen: list[dict[str, Any]] = [
         {"top_p": 0.9},
         {"top_k": 40},
