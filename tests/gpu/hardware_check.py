@@ -30,6 +30,7 @@ from glm_vllm_overlay.node.redact import redact  # noqa: E402
 Check = Callable[[argparse.Namespace], Any]
 CHECKS: dict[str, tuple[Check, int, bool]] = {}  # id → what it does, its time limit in seconds, whether it takes a pair
 PORT = 29577  # nothing of ours listens there
+SOONEST = 10.0  # seconds: vLLM alone takes longer to import and load
 
 
 class Failed(Exception):
@@ -333,30 +334,30 @@ def fabric_environment() -> dict[str, str]:
     return {name: value.strip('"') for name, value in pairs}
 
 
-def pair_engine(options: argparse.Namespace, executor: str) -> Any:
-    """A tiny packed model on both nodes under one executor; rank 0 tells its tokens, rank 1 lends its device."""
+@check(300, pair=True)
+def mp(options: argparse.Namespace) -> Any:
+    """A tiny packed model on both nodes; rank 0 tells its tokens, rank 1 lends its device."""
     import serving
 
     folder = options.work / "serving/packed"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         serving.write_checkpoint(folder)  # the same bytes on both nodes: one seed
-    port = PORT + (10 if executor == "mp" else 11)
     command = [
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--quantization", "exl3",
         "--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", str(options.rank), "--master-addr",
-        options.master, "--master-port", str(port), "--max-model-len", "4096", "--gpu-memory-utilization", "0.3",
+        options.master, "--master-port", str(PORT + 10), "--max-model-len", "4096", "--gpu-memory-utilization", "0.3",
         "--max-num-seqs", "4", "--kv-cache-dtype", "fp8", "--no-enable-flashinfer-autotune", "--limit-mm-per-prompt",
-        '{"image":0,"video":0}', "--distributed-executor-backend", executor,
+        '{"image":0,"video":0}', "--distributed-executor-backend", "mp",
     ]  # fmt: skip
     socket = options.work / "engine.sock"
     command += ["--headless"] if options.rank else ["--uds", str(socket)]
     environment = os.environ | fabric_environment() | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    log = options.work / f"{executor}.log"
+    log = options.work / "mp.log"
     with log.open("w") as out:
         engine = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
     try:
-        return _asked(socket, engine, log) if options.rank == 0 else _lent(engine)
+        return _asked(socket, engine, log) if options.rank == 0 else _lent(engine, log)
     finally:
         engine.terminate()
         try:
@@ -388,19 +389,20 @@ def _asked(socket_path: Path, engine: subprocess.Popen[bytes], log: Path) -> Any
             raise Failed(f"the engine answered {reply.status}: {text[:200]}")
         except OSError:
             time.sleep(2)
-    raise Failed("the engine ended: " + " | ".join(log.read_text().strip().splitlines()[-3:])[-600:])
+    raise Failed(f"the engine ended: {_last_words(log)}")
 
 
-def _lent(engine: subprocess.Popen[bytes]) -> Any:
-    """Rank 1 is there until rank 0 has what it wanted and goes."""
+def _last_words(log: Path) -> str:
+    return " | ".join(log.read_text().strip().splitlines()[-3:])[-600:]
+
+
+def _lent(engine: subprocess.Popen[bytes], log: Path) -> Any:
+    """Rank 1 is there until rank 0 has what it wanted and goes. One that ends sooner than vLLM loads lent nothing."""
     began = time.monotonic()
     engine.wait(280)
+    if time.monotonic() - began < SOONEST:
+        raise Failed(f"the engine ended: {_last_words(log)}")
     return f"lent its device for {time.monotonic() - began:.0f} s"
-
-
-@check(300, pair=True)
-def mp(options: argparse.Namespace) -> Any:
-    return pair_engine(options, "mp")
 
 
 # ---- running them ---------------------------------------------------------------------------------------------------

@@ -95,6 +95,13 @@ def _write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
 
 
+def answered(output: Any) -> dict[str, Any]:
+    """The tokens of one of vLLM's outputs and the log-probability of each."""
+    tokens = list(output.outputs[0].token_ids)
+    steps = zip(output.outputs[0].logprobs, tokens, strict=True)
+    return {"tokens": tokens, "logprobs": [step[token].logprob for step, token in steps]}
+
+
 def generate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Answers of vLLM, in this process."""
     import torch
@@ -115,11 +122,7 @@ def generate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS],
         SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=1, ignore_eos=True),
     )
-    answers = []
-    for output in outputs:
-        tokens = list(output.outputs[0].token_ids)
-        steps = zip(output.outputs[0].logprobs, tokens, strict=True)
-        answers.append({"tokens": tokens, "logprobs": [step[token].logprob for step, token in steps]})
+    answers = [answered(output) for output in outputs]
     compiled = compiled_since(before, os.environ)
     return {"boot_seconds": boot, "answers": answers, "compiled": compiled, "gpu": torch.cuda.get_device_name()}
 

@@ -193,11 +193,7 @@ def generate(work: Path, case: str, engine: dict[str, Any]) -> dict[str, Any]:
             [TokensPrompt(prompt_token_ids=ids) for ids in given],
             SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, ignore_eos=True),
         )
-        answers = []
-        for output in outputs:
-            tokens = list(output.outputs[0].token_ids)
-            steps = zip(output.outputs[0].logprobs, tokens, strict=True)
-            answers.append({"tokens": tokens, "logprobs": [step[token].logprob for step, token in steps]})
+        answers = [serving.answered(output) for output in outputs]
         after = counters()
         rounds.append({"answers": answers, "counters": {name: after[name] - before[name] for name in after}})
     return {"rounds": rounds, "cache": built_cache(llm)}

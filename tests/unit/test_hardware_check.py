@@ -63,3 +63,13 @@ def test_a_check_that_dies_without_a_word_is_a_line(program, options):
 def test_the_page_names_each_check(program):
     page = (ROOT / "docs/hardware-check.md").read_text()
     assert [name for name in program.CHECKS if f"`{name}`" not in page] == []
+
+
+def test_an_engine_that_dies_at_once_lent_nothing(program, tmp_path, monkeypatch):
+    """Its exit status says nothing: rank 1 also goes with an error when rank 0 has left."""
+    log = tmp_path / "mp.log"
+    log.write_text("no such device\n")
+    with pytest.raises(program.Failed, match="the engine ended: no such device"):
+        program._lent(subprocess.Popen(["true"]), log)
+    monkeypatch.setattr(program, "SOONEST", 0.0)
+    assert program._lent(subprocess.Popen(["false"]), log).startswith("lent its device for")
