@@ -26,7 +26,7 @@ from typing import Any
 SUMS, DOCUMENT = "SHA256SUMS", "bundle.json"
 # What site.yml runs from. An inventory is its owner's, and stays where it is.
 PROJECT = (
-    "ansible.cfg", "site.yml", "playbooks", "roles", "plugins", "files", "twin/engine", "docs",
+    "ansible.cfg", "site.yml", "playbooks", "roles", "plugins", "files", "twin/engine", "tests/gpu", "docs",
     "CHANGELOG.md", "LICENSE", "NOTICE", "README.md",
 )  # fmt: skip
 MADE = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", "build", ".*")
